@@ -19,14 +19,15 @@ from typing import Literal, cast
 
 import yaml
 
-from project.checkpoints.memory import memory_folder, newest_in_memory
 from project.checkpoints.reading import (
     Manifest,
     check_complete,
     checkpoints_in,
     manifest_at,
     manifest_of,
+    memory_folder,
     newest_good,
+    newest_in_memory,
     put_aside,
     read_manifest,
     step_of,

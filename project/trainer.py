@@ -47,7 +47,7 @@ from project.exact.logged import ExactResults
 from project.exact.metrics import ExactLogged
 from project.exact.step import ExactStep
 from project.launch.launcher import detect
-from project.resume.hosts import ResumingOnHosts
+from project.resume.checkpoint import Resuming
 from project.runs import folder_of_trainer
 from project.sharded.gradients import ShardedGradients
 from project.sharded.strategy import Sharded
@@ -189,10 +189,10 @@ class Trainer(TypedTrainer):
         by_time = self._val_check_time_interval is not None  # type: ignore[attr-defined]
         self._wanted_val_interval = None if by_time else self.val_check_interval
         self._signal_connector = SIGNALS  # type: ignore[assignment]
-        self._checkpoint_connector = ResumingOnHosts(self)
+        self._checkpoint_connector = self.resuming = Resuming(self)
         self._moments = Moments(self, exact)
         self.step_state = StepState()
-        self._logger_connector = ExactLogged(self) if exact else Logged(self)
+        self._logger_connector = self.logged = ExactLogged(self) if exact else Logged(self)
         self._data_connector: Loaders = Loaders(
             *(self, global_batch_size, accumulate_grad_batches, self._wanted_val_interval, cores(self.num_devices) - 1),
             self._moments,
@@ -264,7 +264,7 @@ class Trainer(TypedTrainer):
 
     def _run(self, model: LightningModule, *args: Any, **kwargs: Any) -> Any:
         """Called for every verb, in every process, before anything is set up."""
-        self._checkpoint_connector.weights_only = kwargs.get("weights_only")  # type: ignore[attr-defined]
+        self.resuming.weights_only = kwargs.get("weights_only")
         if isinstance(self.precision_plugin, DoublePrecision):
             self.precision_plugin.convert_module(model)  # Lightning: after averages were made, which round in float32
         if self.num_nodes > 1:

@@ -1,14 +1,16 @@
 """Declares the types of a Trainer's attributes: those that Lightning sets elsewhere, and those that ours adds."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.profilers import Profiler
 
 if TYPE_CHECKING:
+    from project.resume.checkpoint import Resuming
     from project.step.gradients import Gradients
+    from project.step.logged import Logged
     from project.step.state import StepState
 
 Batch: TypeAlias = Any
@@ -19,6 +21,7 @@ Configuration: TypeAlias = dict[str, Any]
 """A resolved YAML."""
 Fetcher: TypeAlias = Any
 """Lightning's fetcher of micro-batches, whose class has no public name."""
+Kind = TypeVar("Kind")
 
 
 class Stateful(Protocol):
@@ -56,8 +59,15 @@ class TypedTrainer(pl.Trainer):
     """The run is the same to the last bit on any number of ranks."""
     step_state: "StepState"
     gradients: "Gradients"
+    logged: "Logged"
+    resuming: "Resuming"
 
 
 def typed(trainer: pl.Trainer) -> TypedTrainer:
     """Returns the same Trainer, with types."""
     return cast(TypedTrainer, trainer)
+
+
+def callbacks_of(trainer: pl.Trainer, kind: type[Kind]) -> list[Kind]:
+    """Returns the trainer's callbacks of a kind, in their order."""
+    return [callback for callback in typed(trainer).callbacks if isinstance(callback, kind)]

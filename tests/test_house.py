@@ -24,7 +24,7 @@ MAY_ALSO = {
     "exact": {"sharded", "step"},  # a whole gradient becomes a rank's shard
     "sharded": {"cluster", "data", "step"},
     "resume": {"checkpoints", "cluster", "data", "exact", "sharded", "step"},
-    "checkpoints": {"cluster", "resume", "sharded", "step"},
+    "checkpoints": {"cluster", "sharded", "step"},
     "watch": {"cluster", "resume", "sharded", "step"},
     "survive": {"checkpoints", "cluster", "launch", "resume", "sharded", "step"},
     "doctor": {"checkpoints", "cluster", "data", "exact", "launch", "sharded", "step", "survive"},  # these look at a whole run

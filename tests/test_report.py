@@ -94,6 +94,7 @@ def test_the_page_needs_nothing_else_and_shows_it_all(place):
     for what in (*shown, getpass.getuser(), socket.gethostname(), "val/confusion, step"):
         assert what in said, what
     assert '<span class="badge finished">finished</span>' in text
+    assert f'<i style="background:{COLOURS[0]}"></i>' in text  # of a legend
     marks = page_of(text)["marks"]  # each start but the first, and the kill
     assert [("started again at step" in text, kind) for _, text, kind in marks] == [(True, "mark")] * 2 + [(False, "fault")]
     chosen = read_history(folder, "it").chosen

@@ -16,18 +16,25 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from project.checkpoints.memory import MemoryWriter
 from project.checkpoints.reading import Manifest, checkpoints_in, manifest_at, same_step
-from project.checkpoints.writing import FileWriter, Lost, ShardWriters, cause, check, clean_up, remove
-from project.cluster.place import host, image
+from project.checkpoints.writing import (
+    FileWriter,
+    Lost,
+    MemoryWriter,
+    ShardWriters,
+    cause,
+    check,
+    clean_up,
+    remove,
+    shard_writers,
+)
+from project.cluster.place import image
 from project.errors import UserError
-from project.resume.checkpoint import current_checkpoint
 from project.sharded.shards import Split, split
-from project.sharded.strategy import Sharded
 from project.step.logged import Flushes, TakesMeasurements, measurement_loggers
 from project.step.monitored import chosen_metric
 from project.step.position import out_of_time, position, stopped_within_epoch
-from project.typed import typed
+from project.typed import callbacks_of, typed
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +56,7 @@ class SaveFirst(Callback):
 
 
 def checkpoints_of(trainer: Trainer) -> "Checkpoints | None":
-    return next((callback for callback in typed(trainer).callbacks if isinstance(callback, Checkpoints)), None)
+    return next(iter(callbacks_of(trainer, Checkpoints)), None)
 
 
 def _validation_may_change_state(trainer: Trainer, module: LightningModule) -> bool:
@@ -125,10 +132,7 @@ class Checkpoints(Checkpoint):
             typed(trainer).callbacks = [callback for callback in callbacks if callback is not self]
             return
         self._folder = Path(trainer.default_root_dir) / "checkpoints"
-        self._file_writer, self._shard_writers = FileWriter(), None
-        if stage == "fit" and isinstance(trainer.strategy, Sharded) and trainer.strategy.is_sharded:
-            self._shard_writers = ShardWriters(host())
-            self._shard_writers.connect(trainer.strategy.patience)
+        self._file_writer, self._shard_writers = FileWriter(), shard_writers(trainer) if stage == "fit" else None
         if trainer.is_global_zero and stage == "fit" and self._folder.is_dir():
             clean_up(self._folder)
             for path in checkpoints_in(self._folder):
@@ -150,7 +154,7 @@ class Checkpoints(Checkpoint):
         if trainer.is_global_zero and not trainer.global_step and not named and checkpoints_in(self._folder):
             self._put_other_run_aside()
         # Now, and not when the run has been lost: could it go on from what would be saved?
-        check(current_checkpoint(trainer))
+        check(typed(trainer).resuming.dump_checkpoint(weights_only=False))
         self._saved_time = time.monotonic()
         self._saved_at = (trainer.global_step, False)
 
@@ -287,7 +291,7 @@ class Checkpoints(Checkpoint):
     def _copy_state(self, trainer: Trainer, finished: bool) -> Record:
         """Copies what this rank writes of the run's state into main memory, and makes its manifest."""
         at = position(trainer)
-        own = Split(current_checkpoint(trainer), {})
+        own = Split(typed(trainer).resuming.dump_checkpoint(weights_only=False), {})
         if self._shard_writers is not None:
             own = split(own.marked)
         if not trainer.is_global_zero:

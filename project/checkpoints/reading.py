@@ -24,6 +24,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.serialization import MAP_LOCATION
 
+from project.cluster.place import MEMORY
 from project.errors import TRY_AGAIN, UserError, as_user_error
 from project.parts import Parted, Stored
 from project.plain_values import finished, load, plain_values
@@ -272,6 +273,18 @@ def newest_good(
     if checkpoints and set_aside:
         log.error("No checkpoint is left in %s: the run begins at its beginning.", folder)
     return None
+
+
+def memory_folder() -> Path | None:
+    """Returns the folder in memory of a supervised run."""
+    return Path(os.environ[MEMORY]) if MEMORY in os.environ else None
+
+
+def newest_in_memory(after: Path | None) -> tuple[Path, Manifest] | None:
+    """Returns the newest state in memory that is whole, where it is of a later step than a checkpoint on the disk."""
+    folder = memory_folder()
+    newest = newest_good(folder, complete=True) if folder and checkpoints_in(folder) else None
+    return newest if newest and (after is None or step_of(newest[0]) > step_of(after)) else None
 
 
 class Verification(Callback):

@@ -7,6 +7,8 @@ Where the network is sharded, each rank writes its part (`ShardWriters`). The pa
 all are on the disk and the manifest names them; then rank 0 renames the folder, and each rank reads back its part.
 `torch.distributed.checkpoint` keeps its metadata in a pickle, and whoever can write to a run's folder could have any code run
 where the checkpoint is read (a test shows it). So the format is our own.
+
+A run's newest states also lie in memory (`MemoryWriter`), in a folder that outlives the ranks: a lost rank costs a few steps.
 """
 
 import io
@@ -18,6 +20,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -26,6 +29,7 @@ from typing import BinaryIO, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
@@ -33,6 +37,7 @@ from project.checkpoints.reading import (
     Content,
     Entry,
     Manifest,
+    checkpoints_in,
     delete,
     manifest_at,
     manifest_of,
@@ -42,16 +47,19 @@ from project.checkpoints.reading import (
     sha256_of,
 )
 from project.cluster.group import Group
+from project.cluster.place import host
 from project.errors import UserError
 from project.parts import WHOLE, Parted, Stored, part_name
 from project.plain_values import load, plain_values
 from project.sharded.shards import Split
+from project.sharded.strategy import Sharded
 from project.typed import StateDict
 from project.untrusted import foreign_link, make_folder
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_KEPT = 2  # states in memory
 
 
 # Can it be read again ------------------------------------------------------------------------------------------------
@@ -206,16 +214,13 @@ class ShardWriters:
     each action. A disk that is full on one host is every rank's failure, and a rank that is gone ends the wait of the others.
     """
 
-    def __init__(self, host: str = "") -> None:
+    def __init__(self, host: str, timeout: timedelta | None) -> None:
+        """Connects the writers. Called by all ranks; `timeout`: how long they wait for each other's disks."""
         self.host = host
         self._group = Group()
-        self._rank, self._ranks = 0, 1
-        self._read_back = False
-
-    def connect(self, timeout: timedelta | None) -> None:
-        """Connects the writers. Called by all ranks; `timeout`: how long they wait for each other's disks."""
         self._group.make(timeout)
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._read_back = False
 
     def write(self, path: Path, own: Split, manifest: Manifest) -> tuple[Path, int]:
         """Writes all parts into a new folder, renames it and verifies it; removes it, or sets it aside, where that fails.
@@ -296,6 +301,13 @@ class ShardWriters:
                 stored.read(box)
 
 
+def shard_writers(trainer: Trainer) -> ShardWriters | None:
+    """Returns the writers of a sharded network's parts; None where the network is whole. Called by all ranks."""
+    if isinstance(trainer.strategy, Sharded) and trainer.strategy.is_sharded:
+        return ShardWriters(host(), trainer.strategy.patience)
+    return None
+
+
 def _stage(path: Path) -> tuple[Path, str]:
     """Makes a new folder, and returns it with a name that no other checkpoint has."""
     name = uuid.uuid4().hex
@@ -313,6 +325,42 @@ def _commit(staging: Path, path: Path, manifest: Manifest) -> Path:
     staging.replace(path)
     sync(path.parent)
     return path
+
+
+# In memory -----------------------------------------------------------------------------------------------------------
+
+
+class MemoryWriter:
+    """Writes the run's states into memory, beside the training."""
+
+    def __init__(self, folder: Path, trainer: Trainer) -> None:
+        self._folder = folder
+        self._files = FileWriter(read_back=False)
+        self._shards = shard_writers(trainer)
+        self._writes = trainer.is_global_zero or self._shards is not None
+        self._thread = ThreadPoolExecutor(1, "memory")
+        self._pending: Future[None] | None = None
+
+    def save(self, step: int, own: Split, manifest: Manifest) -> None:
+        """Begins to write a state, when the one before has been written."""
+        if self._pending is not None:
+            self._pending.result()
+        if self._writes:
+            self._pending = self._thread.submit(self._write, step, own, manifest)
+
+    def close(self) -> None:
+        """Waits, and ends the thread."""
+        self._thread.shutdown()
+
+    def _write(self, step: int, own: Split, manifest: Manifest) -> None:
+        """Runs in the thread: writes a state and removes older ones. A failure is reported, and training continues."""
+        try:
+            (self._shards or self._files).write(self._folder / f"step-{step:09d}.ckpt", own, manifest)
+            if manifest:  # rank 0's
+                for path in checkpoints_in(self._folder)[:-_KEPT]:
+                    remove(path)
+        except Exception as error:
+            log.warning("The state of step %d is not kept in memory: %s. Training continues.", step, cause(error))
 
 
 # Removal -------------------------------------------------------------------------------------------------------------

@@ -24,8 +24,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch import nn
 
 from project.checkpoints.callback import Checkpoints, checkpoints_of
-from project.checkpoints.memory import memory_folder
-from project.checkpoints.reading import Manifest, Verification
+from project.checkpoints.reading import Manifest, Verification, memory_folder
 from project.cli.aliases import take_either_lightning
 from project.cli.class_paths import Refusal, take_functions
 from project.cli.config import HelpAll, Parser, SaveConfig, brought, refuse_odd_sections, save_config
@@ -59,7 +58,7 @@ from project.survive.recovery import Recovery
 from project.survive.requeue import listen_for_signals
 from project.survive.tracebacks import Folded
 from project.trainer import Trainer
-from project.typed import typed
+from project.typed import callbacks_of, typed
 from project.untrusted import write_text
 from project.watch import loggers
 from project.watch.console import RankLogs, log_to, open_log
@@ -496,7 +495,7 @@ def _end(error: Exception, rank: int) -> int:
         launched = [*early_start.processes, *observed]
         observed.clear()  # Lightning looks at this list every 5 s, and would kill this process when one of them has failed
         code = report_error(error, trainer.global_rank, host(), launched, _folder(trainer), trainer.global_step)
-        lives = [callback for callback in typed(trainer).callbacks if isinstance(callback, Life)]
+        lives = callbacks_of(trainer, Life)
         if code == WRONG and any(life.has_trained(trainer) for life in lives):
             code = 1  # the configuration has worked up to here
         for life in lives:
@@ -516,8 +515,7 @@ def _folder(trainer: Trainer) -> Path | None:
     """Returns the run's folder, as this rank knows it, where a fit has come so far."""
     if trainer.state.fn != "fit":
         return None
-    watchdogs = [callback for callback in typed(trainer).callbacks if isinstance(callback, Watchdog)]
-    return Path(trainer.default_root_dir) if trainer.is_global_zero else watchdogs[0].folder
+    return Path(trainer.default_root_dir) if trainer.is_global_zero else callbacks_of(trainer, Watchdog)[0].folder
 
 
 def _write_report(ran: Trainer, say: Callable[..., None]) -> None:

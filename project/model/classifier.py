@@ -26,7 +26,7 @@ from project.model.run import run_of
 from project.model.schedule import WarmupCosine
 from project.model.start import start_from
 from project.model.tally import Note, Tally, add_up, means, note
-from project.typed import typed
+from project.typed import callbacks_of, typed
 
 log = logging.getLogger(__name__)
 
@@ -281,8 +281,9 @@ class ImageClassifier(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = fused(cast(Optimizer, _made("optimizer", self.optimizer, self.parameters())))
-        pruned = any(isinstance(callback, ModelPruning) for callback in typed(self.trainer).callbacks)
-        if self.channels_last and (pruned or isinstance(optimizer, LBFGS)):  # which look at weights as one row: `view(-1)`
+        if self.channels_last and (
+            callbacks_of(self.trainer, ModelPruning) or isinstance(optimizer, LBFGS)
+        ):  # which look at weights as one row: `view(-1)`
             nn.Module.to(self.network, memory_format=torch.contiguous_format)
         global_batch = run_of(self.trainer).global_batch or self.lr_reference_batch
         factor = lr_factor(self.lr_scaling, global_batch, self.lr_reference_batch)

@@ -22,7 +22,7 @@ from project.proof.plan import Facts
 from project.resume.attributes import values
 from project.step.evaluation import loaders_of
 from project.step.state import micro_batch, step_state
-from project.typed import typed
+from project.typed import callbacks_of, typed
 from project.watch.fingerprints import Fingerprints
 
 MARK = "PROJECT_PROVE"
@@ -69,9 +69,8 @@ class Recorder(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._file = (Path(self._order.folder) / f"record-{trainer.global_rank}.jsonl").open("a")
         self._write("begins", trainer.global_step)
-        for callback in typed(trainer).callbacks:
-            if isinstance(callback, Fingerprints):
-                callback.outputs_every = 1
+        for fingerprints in callbacks_of(trainer, Fingerprints):
+            fingerprints.outputs_every = 1
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         self._step = trainer.global_step

@@ -1,35 +1,43 @@
 """Saves what of a run lies in its checkpoint beside weights and optimiser, and restores it.
 
-Rank 0 chooses the checkpoint. Each rank's own states are in it, where they differ from rank 0's. A run that resumes makes its
-network anew, which gets what was saved: a tensor that training made later is refused.
+Rank 0 chooses the checkpoint, which all hosts read, or its own for all of them. Each rank's own states are in it, where they
+differ from rank 0's. A run that resumes makes its network anew, which gets what was saved: a tensor that training made later is
+refused.
 """
 
 import hashlib
 import io
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from project.errors import UserError
+from project.checkpoints.callback import checkpoints_of
+from project.checkpoints.reading import SafeCheckpointIO, memory_folder, newest_good
+from project.cluster import shared_folder
+from project.errors import FaultError, UserError
 from project.masking import MASK, without_secrets
 from project.parts import changed
 from project.resume.attributes import Attributes, attributes, unsaved_attributes
 from project.resume.changes import refuse_short_one_cycle, restore_schedules
 from project.sharded.shards import split
+from project.sharded.strategy import Sharded
 from project.step.data_ranks import data_ranks
+from project.step.ddp import all_gather_objects
 from project.step.evaluation import loaders_of
-from project.step.logged import Logged
 from project.step.loop import Steps
 from project.step.position import Position, check_loop_progress, position, set_counters
 from project.typed import StateDict, typed
@@ -37,21 +45,12 @@ from project.untrusted import shortened
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")  # of an optimiser's step
 
 Shapes = Mapping[str, tuple[int, ...] | None]
 """The shape of each tensor in a state_dict; None where it is not known, or may change: a buffer's, a lazy parameter's."""
-
-
-def resuming(trainer: Trainer) -> "Resuming":
-    connector = trainer._checkpoint_connector
-    assert isinstance(connector, Resuming)
-    return connector
-
-
-def current_checkpoint(trainer: Trainer) -> StateDict:
-    """Returns what a checkpoint of this moment would hold. All ranks must call this together; nothing is copied or written."""
-    return resuming(trainer).dump_checkpoint(weights_only=False)
 
 
 class Resuming(_CheckpointConnector):
@@ -78,16 +77,10 @@ class Resuming(_CheckpointConnector):
         assert isinstance(steps, Steps)
         return steps
 
-    @property
-    def _logged(self) -> Logged:
-        connector = self.trainer._logger_connector
-        assert isinstance(connector, Logged)
-        return connector
-
     # Into a checkpoint -----------------------------------------------------------------------------------------------
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> StateDict:
-        """Returns a checkpoint of this moment. All ranks must call this together."""
+        """Returns a checkpoint of this moment. All ranks must call this together; nothing is copied or written."""
         checkpoint: StateDict = super().dump_checkpoint(weights_only)
         self._mask_secrets(checkpoint)
         if self.trainer.state.fn == "fit" and not weights_only:
@@ -110,7 +103,12 @@ class Resuming(_CheckpointConnector):
         loaders, at = loaders_of(self.trainer), position(self.trainer)
         fit_loop = checkpoint["loops"]["fit_loop"]
         checkpoint["states_of_loaders"] = fit_loop["state_dict"].get("combined_loader", [])
-        checkpoint["unsaved_buffers"] = self._changed_buffers()
+        before = self._buffers_as_built
+        checkpoint["unsaved_buffers"] = {
+            name: buffer
+            for name, buffer in self._unsaved_buffers().items()
+            if name not in before or not torch.equal(before[name].to(buffer.device), buffer)
+        }
         checkpoint["threads"] = torch.get_num_threads()
         checkpoint["training_samples"] = loaders.set_sizes
         checkpoint["samples_of_a_micro_batch"] = loaders.micro_batch
@@ -119,7 +117,7 @@ class Resuming(_CheckpointConnector):
             checkpoint["exact_grids"] = grids
             set_counters(fit_loop, at, 1)  # as on one rank: the file does not tell how many there were
         checkpoint["logged_sums"] = self._steps._results.sums(data_ranks(self.trainer))
-        checkpoint |= self._logged.metrics_of_ranks()
+        checkpoint |= typed(self.trainer).logged.metrics_of_ranks()
 
     def _mask_secrets(self, checkpoint: StateDict) -> None:
         """Masks the secrets that `save_hyperparameters` keeps: a checkpoint is copied and given away."""
@@ -154,27 +152,53 @@ class Resuming(_CheckpointConnector):
             name: buffer for name, buffer in module.named_buffers() if name not in saved and not isinstance(buffer, DTensor)
         }
 
-    def _changed_buffers(self) -> dict[str, Tensor]:
-        """Returns the unsaved buffers whose values have changed since the start."""
-        before = self._buffers_as_built
-        return {
-            name: buffer
-            for name, buffer in self._unsaved_buffers().items()
-            if name not in before or not torch.equal(before[name].to(buffer.device), buffer)
-        }
-
     # And back --------------------------------------------------------------------------------------------------------
 
-    def read(self, checkpoint_path: str | Path | None, weights_only: bool | None) -> None:
-        """Reads the checkpoint as Lightning does; `ResumingOnHosts` overrides this."""
-        super().resume_start(checkpoint_path, weights_only)
+    def _parse_ckpt_path(
+        self, state_fn: TrainerFn, ckpt_path: str | Path | None, model_provided: bool, model_connected: bool
+    ) -> str | Path | None:
+        """`ckpt_path="last"` is the newest of this run's folder; Lightning looks for those of its ModelCheckpoint."""
+        ours = ckpt_path == "last" and checkpoints_of(self.trainer)
+        # All ranks look, so nothing is set aside.
+        newest = newest_good(Path(self.trainer.default_root_dir) / "checkpoints", set_aside=False) if ours else None
+        if newest is not None:
+            return str(newest[0])
+        return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
+
+    def _read(self, path: str | None, weights_only: bool | None) -> None:
+        """Reads the checkpoint; where the network is sharded, what this rank has of it."""
+        strategy, reader = self.trainer.strategy, self.trainer.strategy.checkpoint_io
+        sharded = strategy if isinstance(strategy, Sharded) and strategy.is_sharded else None
+        if isinstance(reader, SafeCheckpointIO):
+            reader.slice_of = sharded.slice_of if sharded else None
+        self._read_on_hosts(path, weights_only)
+        if path and sharded:
+            self._loaded_checkpoint = sharded.shards_of(self._loaded_checkpoint)
+
+    def _read_on_hosts(self, path: str | None, weights_only: bool | None) -> None:
+        """Reads the checkpoint on all hosts, or, where only rank 0's host has it, there."""
+        trainer = typed(self.trainer)
+        if not path or trainer.num_nodes == 1 or not dist.is_initialized():
+            super().resume_start(path, weights_only)
+        elif trainer.shared_folder and not trainer.strategy.broadcast(Path(path).parent == memory_folder()):
+            gather = partial(all_gather_objects, ranks=trainer.world_size)
+            if problem := shared_folder.file_problem(Path(path), trainer.host_names, gather):
+                raise FaultError(f"{problem}. HINT: put it where all hosts see it, or set trainer.shared_folder=false.")
+            super().resume_start(path, weights_only)
+        else:  # through the hosts' memory: the device may have no room for it
+            load = trainer.strategy.load_checkpoint
+            trainer.strategy.load_checkpoint = partial(_from_rank_0, load)  # type: ignore[method-assign]
+            try:
+                super().resume_start(path, weights_only)
+            finally:
+                del trainer.strategy.load_checkpoint
 
     def resume_start(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
         """Reads the checkpoint that rank 0 chose, and prepares it for this rank, among today's number of ranks."""
         path = self.trainer.strategy.broadcast(None if checkpoint_path is None else str(checkpoint_path))
         # Lightning converts the network after loading: float64 weights would pass through float32, and be rounded.
         self.trainer.precision_plugin.convert_module(self.trainer.lightning_module)
-        self.read(path, self.weights_only if weights_only is None else weights_only)
+        self._read(path, self.weights_only if weights_only is None else weights_only)
         saved = self._loaded_checkpoint
         check_loop_progress(saved.get("loops", {}))
         if self.trainer.state.fn == "fit" and "position" in saved:
@@ -204,7 +228,7 @@ class Resuming(_CheckpointConnector):
         if at.begun:
             self._steps._results.resume_with(saved["logged_sums"], ranks.rank, ranks.count)
             self._steps.metric_states = saved.get("metric_states")
-            self._logged.restore_metrics(saved)
+            typed(self.trainer).logged.restore_metrics(saved)
         with _loop_errors_as_user_errors():
             set_counters(saved["loops"]["fit_loop"], at, ranks.count)
         sizes, size = saved.get("training_samples", []), saved.get("samples_of_a_micro_batch")
@@ -308,6 +332,15 @@ def _loop_errors_as_user_errors() -> Iterator[None]:
         ) from error
 
 
+def _from_rank_0(load: Callable[..., T], *args: object, **kwargs: object) -> T:
+    """Returns on all ranks what rank 0 reads."""
+    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+    sent = [load(*args, **kwargs) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(sent, 0, group=group)
+    dist.destroy_process_group(group)
+    return cast(T, sent[0])
+
+
 def _optimizer_names(trainer: Trainer) -> str:
     return ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
 
@@ -345,10 +378,8 @@ def _tensors(state: Mapping[str, object]) -> dict[str, Tensor]:
 def shapes(module: nn.Module) -> Shapes:
     """Returns the shape of each tensor in a module's state_dict."""
     sizes: dict[str, tuple[int, ...] | None] = dict.fromkeys(_tensors(module.state_dict(keep_vars=True)))
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if name in sizes and not is_lazy(parameter):
-            sizes[name] = tuple(parameter.shape)
-    return sizes
+    parameters = module.named_parameters(remove_duplicate=False)
+    return sizes | {name: tuple(tensor.shape) for name, tensor in parameters if name in sizes and not is_lazy(tensor)}
 
 
 def refuse_tensors_made_later(saved: Mapping[str, object], at_start: Shapes) -> None:

@@ -15,10 +15,9 @@ from torch.optim import Optimizer
 from project.checkpoints.callback import checkpoints_of
 from project.exact.checks import MovedWeights, check_compiled
 from project.resume.attributes import UNKNOWN, Attributes, attributes, changed_attributes, unsaved_attributes
-from project.resume.checkpoint import current_checkpoint, resuming
 from project.sharded.strategy import is_sharded
 from project.step.position import position
-from project.typed import typed
+from project.typed import callbacks_of, typed
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +29,9 @@ class Rehearsal(Callback):
     """Warns of attributes that change in the first steps unsaved, and of those that a resumed run could not restore."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if any(isinstance(callback, ModelPruning) for callback in typed(trainer).callbacks):
+        if callbacks_of(trainer, ModelPruning):
             log.warning("ModelPruning leaves its masks out of checkpoints: after a restart what was pruned grows again.")
-        self._at_start = attributes(trainer) if resuming(trainer).unsaved_digests else {}
+        self._at_start = attributes(trainer) if typed(trainer).resuming.unsaved_digests else {}
         self._before: Attributes | None = None  # the values at the first step; {} once they have been compared
         self._buffers: MovedWeights | None = None  # those of the first step
         self._reported = set[str]()
@@ -48,7 +47,7 @@ class Rehearsal(Callback):
         self._before = {}
         if checkpoints_of(trainer) and not is_sharded(trainer) and not typed(trainer).fast_dev_run:
             self._before = attributes(trainer)
-            connector = resuming(trainer)  # which has none of objects that were made since the fit began (training sets)
+            connector = typed(trainer).resuming  # which has none of objects that were made since the fit began (training sets)
             connector.values_as_built = {**self._before, **connector.values_as_built}
             self._warn_of_lost_values(trainer, self._before)
 
@@ -77,7 +76,7 @@ class Rehearsal(Callback):
     ) -> None:
         """Warns of attributes that have changed unsaved. What an epoch's end empties need not be saved."""
         if self._before and (trainer.global_step >= self._first_step + _STEPS or trainer.is_last_batch):
-            unsaved = unsaved_attributes(trainer, self._before, current_checkpoint(trainer))
+            unsaved = unsaved_attributes(trainer, self._before, typed(trainer).resuming.dump_checkpoint(weights_only=False))
             self._before = {}
             _warn(
                 "changed in the first steps, and not in what a checkpoint holds, so that a resumed run begins with what it was "
@@ -88,7 +87,7 @@ class Rehearsal(Callback):
     def _warn_of_lost_values(self, trainer: Trainer, now: Attributes) -> None:
         """Warns of attributes that had another value in the checkpoint; where an epoch begins here, not of those it sets."""
         begun = position(trainer).step > 0
-        for name, digest in resuming(trainer).unsaved_digests.items():
+        for name, digest in typed(trainer).resuming.unsaved_digests.items():
             value = _look_up_digest(now, name)
             if value not in (digest, UNKNOWN) and (begun or value == _look_up_digest(self._at_start, name)):
                 self._reported.add(name)

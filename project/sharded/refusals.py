@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -15,30 +14,24 @@ from torch.optim import SGD, Adagrad, Optimizer, Rprop
 from torch.optim.swa_utils import AveragedModel
 
 from project.errors import UserError
-from project.typed import typed
-
-_Kind = TypeVar("_Kind")
+from project.typed import callbacks_of
 
 
 def weight_averages(trainer: pl.Trainer) -> list[AveragedModel]:
     """Returns the averages of the weights that callbacks keep: copies of a network that is not spread yet."""
-    if _callbacks(trainer, StochasticWeightAveraging):
+    if callbacks_of(trainer, StochasticWeightAveraging):
         raise UserError(
             "StochasticWeightAveraging keeps a whole network on each rank, and strategy=sharded has none. HINT: "
             "lightning.pytorch.callbacks.WeightAveraging or EMAWeightAveraging."
         )
-    kept = (value for callback in _callbacks(trainer, pl.Callback) for value in vars(callback).values())
+    kept = (value for callback in callbacks_of(trainer, pl.Callback) for value in vars(callback).values())
     return [value for value in kept if isinstance(value, AveragedModel)]
-
-
-def _callbacks(trainer: pl.Trainer, kind: type[_Kind]) -> list[_Kind]:
-    return [callback for callback in typed(trainer).callbacks if isinstance(callback, kind)]
 
 
 @contextmanager
 def averages_on_host(trainer: pl.Trainer) -> Iterator[None]:
     """Has copies of a network that is not sharded yet made in the host's memory: a device may be too small for one."""
-    unplaced = [callback for callback in _callbacks(trainer, WeightAveraging) if callback._device is None]
+    unplaced = [callback for callback in callbacks_of(trainer, WeightAveraging) if callback._device is None]
     for callback in unplaced:
         callback._device = torch.device("cpu")
     try:
@@ -50,7 +43,7 @@ def averages_on_host(trainer: pl.Trainer) -> Iterator[None]:
 
 def refuse_copies(trainer: pl.Trainer) -> None:
     """Refuses averages of a network that another fit of this process has spread: torch copies none that is."""
-    averaging = _callbacks(trainer, WeightAveraging)
+    averaging = callbacks_of(trainer, WeightAveraging)
     if averaging and isinstance(trainer.lightning_module, FSDPModule):
         raise UserError(
             f"strategy=sharded: {type(averaging[0]).__name__} copies the network, which an earlier fit of this process has "
@@ -117,7 +110,7 @@ def refuse_no_values(model: nn.Module) -> None:
 
 def refuse_pruning(trainer: pl.Trainer) -> None:
     """Refuses ModelPruning, which needs whole tensors."""
-    if _callbacks(trainer, ModelPruning):
+    if callbacks_of(trainer, ModelPruning):
         raise UserError(
             "strategy=sharded: ModelPruning looks for the smallest weights of whole tensors, and each rank has a shard of "
             "them. HINT: strategy: ddp."

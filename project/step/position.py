@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Timer
 
 from project.errors import UserError
 from project.step.data_ranks import data_ranks
-from project.typed import Fetcher, StateDict, typed
+from project.typed import Fetcher, StateDict, callbacks_of
 from project.untrusted import as_count
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ def stopped_within_epoch(trainer: Trainer) -> bool:
 
 
 def timers(trainer: Trainer) -> list[Timer]:
-    return [callback for callback in typed(trainer).callbacks if isinstance(callback, Timer)]
+    return callbacks_of(trainer, Timer)
 
 
 def out_of_time(trainer: Trainer) -> bool:

@@ -1,6 +1,7 @@
 """Ends a run that failed: the rank at fault reports the cause, once and last; the others report only that they lost it.
 
-An error that the user can correct (a UserError, a setting that Lightning refuses) is one line. Everything else is a traceback.
+An error that the user can correct (a UserError, a setting that Lightning refuses) is one line. Everything else is a traceback,
+folded: the frames of the user's own code stay whole, those of libraries and of this project are only counted.
 """
 
 import json
@@ -27,9 +28,7 @@ from project.cluster.connection import FAILED, close_connections
 from project.cluster.place import MORE_SHARED_MEMORY, shared_memory
 from project.errors import TRY_AGAIN, WRONG, Cause, NonFiniteError, UserError
 from project.launch.fork_server import tell_supervisor
-from project.survive.hang.leaving import EXITING
 from project.survive.hang.warden import OOM_KILL, TO_LOWER, OomKills
-from project.survive.news import LOST_RANKS
 from project.survive.signals import EXIT_CODES, SIGNALS
 from project.survive.tracebacks import Folded
 from project.untrusted import shortened
@@ -45,16 +44,18 @@ _LOST_CONNECTION = re.compile(
     r"|NCCL [\w ]+ failed|NCCL communicator was aborted",
     re.I,
 )
-_TORCH = Path(torch.__file__).parent
+_PROJECT, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
 _CONNECTION_CODE = (
     *(f"{_TORCH / name}{os.sep}" for name in ("distributed", "autograd", "nn/parallel")),
     str(_TORCH / "_ops.py"),  # calls compiled operators, as functional collectives are
-    f"{Path(__file__).parents[1]}{os.sep}",
+    f"{_PROJECT}{os.sep}",
 )
 # Seconds. The others notice at once that a rank is gone, and wait for it to say why; a launcher ends them when it has.
 # Of several ranks with the same error, rank 0 is first, and its launcher ends the rest before they repeat it.
 _FIRST, _SECOND, _LINGER = 1.0, 2.0, 6.0
 _LONGEST = 1_000  # characters of an error's cause, and of its hint
+EXITING = threading.Event()
+"""Set when the watchdog's thread ends this process: an error that the main thread gets from that is no news."""
 WHOLE = "whole"
 """The attribute of a log record with the text for a file, where a terminal gets a shorter one."""
 
@@ -72,6 +73,9 @@ _LOADER_ERROR = re.compile(
 )
 
 _OOM_KILLS = OomKills()
+
+_UNTIL_NOTICED = 4.0  # seconds for the main thread to notice, which then says more and leaves nothing half done
+_UNTIL_WRITTEN = 60.0  # for a checkpoint that is being written
 
 Kind = Literal["mendable", "loader", "lost", "crash"]
 
@@ -251,6 +255,76 @@ def report_error(
 # The death of another rank -------------------------------------------------------------------------------------------
 
 
+class LostRanks:
+    """Records deaths and failures of other ranks. The watchdog's thread receives them; a moment earlier, the main thread gets
+    an error from a closed connection.
+    """
+
+    def __init__(self) -> None:
+        self.deaths: dict[int, str] = {}
+        self.failures: dict[int, Cause] = {}
+        self.unexplained = False
+        """Whether a rank is lost and nothing reports how: its warden, and so its host, is lost too."""
+        self.since: float | None = None
+        """When the first report came; None: no rank is lost."""
+        self._received = threading.Event()
+
+    def note_death(self, rank: int, text: str) -> None:
+        """Records the death of a rank that was killed: its warden reports it."""
+        self.deaths.setdefault(rank, text)
+        self._mark()
+
+    def note_failure(self, rank: int, cause: Cause) -> None:
+        """Records the failure of a rank that an error ends: it reports that itself."""
+        self.failures.setdefault(rank, cause)
+        self._mark()
+
+    @property
+    def cause(self) -> Cause | None:
+        """Returns why ranks are lost, where anything has reported that: a failure explains the deaths that follow it."""
+        causes = list(self.failures.values()) or [Cause(text) for text in self.deaths.values()]
+        if not causes:
+            return None
+        return Cause(" ".join(cause.text for cause in causes), causes[0].where, causes[0].traceback)
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Returns whether the kernel has killed a rank for its memory: it would do so again."""
+        return any(OOM_KILL in text for text in self.deaths.values())
+
+    def _mark(self) -> None:
+        """Records the time of the first report, and ends `wait`."""
+        self.since = self.since or time.monotonic()
+        self._received.set()
+
+    @property
+    def exit_code(self) -> int:
+        """Returns the exit code of the remaining ranks: 'try again' where one was killed or its host is lost, 1 after an error,
+        which would occur again.
+        """
+        return TRY_AGAIN if (self.deaths or self.unexplained) and not self.failures else 1
+
+    def exit_due(self, writing: bool) -> bool:
+        """Returns whether the main thread has had the time to notice. `writing`: a checkpoint is being written meanwhile."""
+        patience = _UNTIL_WRITTEN if writing else _UNTIL_NOTICED
+        return self.since is not None and time.monotonic() - self.since > patience
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until a death or a failure is known, or so long; returns whether one is."""
+        return self._received.wait(seconds)
+
+    def clear(self) -> None:
+        """Removes all records: another run begins in this process."""
+        self.deaths.clear()
+        self.failures.clear()
+        self.unexplained = False
+        self.since = None
+        self._received.clear()
+
+
+LOST_RANKS = LostRanks()
+
+
 def _report_lost_rank(
     error: BaseException, rank: int, host: str, children: Sequence[Popen[bytes]], folder: Path | None
 ) -> bool:
@@ -272,9 +346,7 @@ def _report_lost_rank(
 
 def advice(folder: Path | None) -> str:
     """Returns what to do after a rank was killed, and whether there is a checkpoint to resume from."""
-    if LOST_RANKS.out_of_memory:
-        return f"{TO_LOWER} {resumption(folder, changed=True)}"
-    return resumption(folder)
+    return f"{TO_LOWER} {resumption(folder, changed=True)}" if LOST_RANKS.out_of_memory else resumption(folder)
 
 
 def exit_at_once(error: BaseException | None) -> None:

@@ -115,12 +115,7 @@ class NonFinite(Callback):
         step_state(trainer).may_be_skipped = self.act == "skip"
         if (checkpoints := checkpoints_of(trainer)) and self.read_all_flags not in checkpoints.before_save:
             checkpoints.before_save.append(self.read_all_flags)
-        if (
-            self._late
-            and self.act == "skip"
-            and _gradient_scaler(trainer) is None
-            and not all(map(is_fused, trainer.optimizers))
-        ):
+        if self._late and not self._may_look_later(trainer):
             log.info(
                 "trainer.nonfinite=skip makes the host wait for the GPU at each step with this optimiser. "
                 "HINT: set model.optimizer.init_args.fused=true, if it has that."
@@ -240,7 +235,7 @@ class NonFinite(Callback):
         """Reports a step that is not finite, and stops the run if it is to stop; returns whether the step is to be skipped.
         False if fp16's scale was merely too high: the scaler skips it. Called by all ranks for the same step.
         """
-        faults = _gather_faults(trainer, _own_faults(trainer, step))
+        faults = _faults(trainer, step)
         scaler = _gradient_scaler(trainer)
         if not faults and scaler is not None and scaler.get_scale() >= 1:  # it goes down to 0 where scaling isn't what's wrong
             self.scaled += 1
@@ -288,19 +283,15 @@ def _parameters_are_finite(module: LightningModule) -> bool:
     return not (any_rank([here])[0] if is_sharded(module.trainer) else here)
 
 
-def _own_faults(trainer: Trainer, step: CheckedStep) -> list[Fault]:
-    """Returns this rank's micro-batches whose loss is not finite."""
+def _faults(trainer: Trainer, step: CheckedStep) -> list[Fault]:
+    """Returns the micro-batches of all ranks whose loss is not finite. Called by all of them."""
     total = data_ranks(trainer).count * trainer.accumulate_grad_batches
-    return [
+    own = [
         Fault(trainer.global_rank, host(), f"{batch.key[2] + 1} of {total}", batch.samples, loss.item())
         for batch, loss in step.losses
         if not loss.isfinite()
     ]
-
-
-def _gather_faults(trainer: Trainer, faults: list[Fault]) -> list[Fault]:
-    """Returns the faults of all ranks. Called by all of them."""
-    return [fault for part in data_ranks(trainer).all_gather_objects(faults) for fault in part]
+    return [fault for part in data_ranks(trainer).all_gather_objects(own) for fault in part]
 
 
 def _faulty_parameters(module: LightningModule) -> list[str]:
@@ -328,8 +319,7 @@ def _describe(step: CheckedStep, faults: list[Fault], parameters: list[str]) -> 
 
 
 def _hint(trainer: Trainer, faults: list[Fault]) -> str:
-    everywhere = len(faults) == data_ranks(trainer).count * trainer.accumulate_grad_batches > 1
-    if everywhere:
+    if len(faults) == data_ranks(trainer).count * trainer.accumulate_grad_batches > 1:
         names = [path.name for path in checkpoints_in(Path(trainer.default_root_dir) / "checkpoints")]
         return (
             "it is in all micro-batches of the step, so training diverges: set a lower learning rate, a longer warm-up or "

@@ -8,8 +8,8 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.checkpoints.callback import checkpoints_of
-from project.checkpoints.memory import MemoryWriter, memory_folder
-from project.checkpoints.writing import clean_up
+from project.checkpoints.reading import memory_folder
+from project.checkpoints.writing import MemoryWriter, clean_up
 from project.cluster.interfaces import own_address
 from project.errors import UserError
 from project.launch.fork_server import tell_supervisor

@@ -26,10 +26,9 @@ def compare(run: Recorded, other: Recorded) -> Verdict | None:
     begins, other_begins = run.starts[0][0], other.starts[0][0]
     pair = f"{run.name} and {other.name}"
     if begins.names != other_begins.names:
-        parts = []
-        for name, names, others in (run.name, begins.names, other_begins.names), (other.name, other_begins.names, begins.names):
-            if left := [tensor for tensor in names if tensor not in {*others}]:
-                parts.append(f"only {name} has {listed(left)}")
+        both = (run.name, begins.names, other_begins.names), (other.name, other_begins.names, begins.names)
+        lacking = ((name, [tensor for tensor in names if tensor not in {*others}]) for name, names, others in both)
+        parts = [f"only {name} has {listed(left)}" for name, left in lacking if left]
         why = "; ".join(parts) or "their tensors stand in another order"
         return Verdict(False, [f"{pair} are not the same: {why}."], (begins, other_begins))
     if begins.step == other_begins.step and begins.weights != other_begins.weights:
@@ -78,13 +77,12 @@ def surroundings(start: Start, other: Start) -> list[str]:
         lines.append(
             f"A step has {start.micro_batches} micro-batches, and {other.micro_batches}: other samples, or cut otherwise."
         )
-    for what, value, other_value, why in (
+    known: tuple[tuple[str, object, object, str], ...] = (
         ("torch", start.torch, other.torch, "another version has other kernels"),
         ("hardware", start.device, other.device, "on other hardware, sums are rounded otherwise"),
         ("threads", start.threads, other.threads, "an operation of a CPU may split a sum among them; see trainer.threads"),
-    ):
-        if value != other_value:
-            lines.append(f"{what}: {value}, and {other_value}: {why}.")
+    )
+    lines += [f"{what}: {value}, and {other_value}: {why}." for what, value, other_value, why in known if value != other_value]
     if start.exact != other.exact:
         lines.append(f"trainer.exact: {start.exact}, and {other.exact}: it rounds gradients otherwise.")
     elif start.ranks != other.ranks:

@@ -26,7 +26,7 @@ from project.step.epoch_loop import add_callback
 from project.step.gradients import gradient_norm
 from project.step.logged import measurement_loggers
 from project.step.optimizers import is_fused
-from project.typed import typed
+from project.typed import callbacks_of, typed
 from project.watch.charts import HEALTH, OF_RANKS, SPEED
 from project.watch.curves import board_tag
 from project.watch.events import boards
@@ -78,9 +78,8 @@ class Dashboard(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         whole = isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy))  # each rank has all of the gradient
-        callbacks = typed(trainer).callbacks
         # At its end this one goes through an epoch without a backward pass: what gradients there are, are old.
-        renews = any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks)
+        renews = bool(callbacks_of(trainer, StochasticWeightAveraging))
         shown = trainer.is_global_zero or is_sharded(trainer)  # where it is spread, all ranks look together
         looks = whole and measurement_loggers(trainer) and shown and len(trainer.optimizers) == 1 and not renews
         # A fused optimiser takes the loss scale off within its step, where the module steps by itself.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from project.cluster.settings import flat
 from project.watch.charts import number
 from project.watch.curves import Point
-from project.watch.history import History, of_the_module
+from project.watch.history import History, best_point, of_the_module
 
 _LOWER = re.compile(r"(^|[/_.])(loss|err|ppl|perplexity|nll|mae|mse|rmse|wer|cer|fid)", re.IGNORECASE)
 _HIGHER = re.compile(
@@ -34,9 +34,7 @@ def best(history: History, tag: str) -> Point | None:
     """Returns the best point of a metric."""
     better = direction(tag, history)
     points = [point for point in history.curves.get(tag, ()) if math.isfinite(point.value)]
-    if not points or better is None:
-        return None
-    return (min if better == "min" else max)(points, key=lambda point: point.value)
+    return best_point(points, better) if better else None
 
 
 def metrics(histories: Sequence[History]) -> list[str]:

@@ -2,13 +2,14 @@
 
 They are taken on the device, where nobody waits for them, and go to fingerprints.jsonl at log points and with each checkpoint,
 when all ranks bring theirs together. There it shows, too, whether all ranks have the same weights: where they part (code moves
-weights outside the optimiser, say), the run stops, unless `trainer.ranks_differ` is 'warn'.
+weights outside the optimiser, say), the run stops, unless `trainer.ranks_differ` is 'warn'. Once in a while the outputs of the
+network's modules in a forward pass are recorded, too: they name the first in which two runs differ.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,20 +22,20 @@ from project.cluster.environment import hardware, named, odd_ones
 from project.cluster.place import host
 from project.errors import FaultError
 from project.sharded.strategy import is_sharded, replicates_weights
-from project.step.batch_norm_layers import batch_norms
+from project.step.batch_norm_layers import batch_norms, compiled_modules
 from project.step.ddp import all_gather_objects, ignored_by_ddp
 from project.step.state import micro_batch, step_state
 from project.step.structure import tensor_holders
-from project.typed import typed
+from project.typed import StateDict, typed
 from project.untrusted import cut_off_half_a_line, open_to_append
 from project.watch.checksums import Checksums, as_bytes, plain, together
 from project.watch.fingerprint_file import FILE, MODULE_BYTES, Start, Step, listed
-from project.watch.module_outputs import ModuleOutputs
 
 log = logging.getLogger(__name__)
 
 _LEAST, _MOST = 10, 100  # steps from one gathering to the next
 _SELDOM = 100  # steps
+_CALLS = 2000  # of modules: a network that loops over its layers has many
 
 WhenRanksDiffer = Literal["stop", "warn"]
 
@@ -177,7 +178,7 @@ class Fingerprints(Callback):
         self._rows.append(_Row(step, trainer.current_epoch, self._watched, checksums, self._losses, modules, begins))
         self._losses, self._heard = [], None
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: StateDict) -> None:
         """Writes all rows, as all ranks are here: a run that resumes from this checkpoint has all before it on record."""
         self._write_all(trainer)
 
@@ -271,6 +272,53 @@ class Fingerprints(Callback):
                 log.error("Fingerprints of the steps can't be written: %s. Training goes on.", error)
             self._whole, self._failing = False, True
             self._header = None  # what follows has no step before it
+
+
+# What the modules give ------------------------------------------------------------------------------------------------
+
+
+def tensors_in(output: object) -> Iterator[Tensor]:
+    """Yields the tensors in whatever a module returns, in their order."""
+    if isinstance(output, Tensor) and plain(output):
+        yield output
+    if is_dataclass(output) and not isinstance(output, (type, Mapping)):
+        output = {field.name: vars(output).get(field.name) for field in fields(output)}
+    if isinstance(output, (Mapping, list, tuple)):
+        for value in output.values() if isinstance(output, Mapping) else output:
+            yield from tensors_in(value)
+
+
+class ModuleOutputs:
+    """Listens to a module's submodules from when it is made until `end`.
+
+    Nothing is recorded of what torch.compile has translated, which must not find hooks, nor of torch.jit's modules.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.calls: list[tuple[str, Tensor]] = []
+        translated = compiled_modules(module)
+        if "training_step" in vars(module):  # torch.compile of the whole leaves another one there
+            translated |= set(module.modules())
+        self._hooks = [
+            part.register_forward_hook(self._listener(f"{name} ({type(part).__name__})"))
+            for name, part in module.named_modules()
+            if part is not module and part not in translated and not isinstance(part, torch.jit.ScriptModule)
+        ]
+
+    def _listener(self, name: str) -> Callable[[nn.Module, object, object], None]:
+        def listen(part: nn.Module, args: object, output: object) -> None:
+            tensors = [] if torch.compiler.is_compiling() or len(self.calls) >= _CALLS else list(tensors_in(output))
+            if tensors and not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph's change each time
+                # One by one: they may lie on several devices.
+                each = [together(Checksums([tensor])()).to(tensors[0].device) for tensor in tensors]
+                self.calls.append((name, together(torch.stack(each))))
+
+        return listen
+
+    def end(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
 
 def _hex(number: Tensor) -> str:

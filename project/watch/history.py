@@ -1,10 +1,12 @@
 """The history of a run, read from its folder: its starts and stops, its curves, its configuration, its checkpoints, its
-warnings. Nothing is imported that a login node would have to wait for, and nothing is changed.
+warnings; and the files that its page shows or links to. Nothing is imported that a login node would have to wait for, and
+nothing is changed. The folder may be somebody else's: no link is followed, and only so much is read of a file.
 """
 
 import fcntl
 import os
 import re
+import stat
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -14,14 +16,15 @@ from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from project.cluster.settings import flat
 from project.masking import masked, masked_text
 from project.step.monitored import chosen_metric
-from project.untrusted import as_count, as_text, as_time, parse_json, parse_yaml, read_end, read_json, read_text
+from project.untrusted import as_count, as_text, as_time, parse_json, parse_yaml, printable, read_end, read_json, read_text
+from project.watch.asked import FOLDER
 from project.watch.curves import OURS, Curves, Picture, Point
 
 FILE = "life.jsonl"
@@ -48,6 +51,13 @@ _SETTINGS, _COMMAND = 1_000, 4_000  # names, and characters
 _LOG, _LIVES, _STARTS, _WARNINGS, _CONFIG = 1 << 24, 1 << 21, 1_000, 10_000, 1 << 20
 _MOST_RANKS = 1_000_000
 _TRACEBACK = 4_000  # characters
+
+LOG = "log.txt"
+_LINES, _LONGEST = 100, 500  # of the log's end, and characters of a line
+_TABLES, _CHECKPOINTS = 8, 20
+_READ = 1 << 17  # bytes of a log's end, or of a table
+_TABLE = re.compile(r"[\w-]{1,80}\.txt")
+_CHECKPOINT = re.compile(r"[\w.=-]{1,120}\.ckpt")
 
 
 @dataclass
@@ -205,7 +215,7 @@ def read_history(folder: Path, name: str, in_training: bool = False) -> History:
         config, text = {}, masked_text(text)
     manifests = sorted(folder.glob("checkpoints/step-*.json"), reverse=True)
     newest = next((path.with_suffix(".ckpt") for path in manifests if _is_whole(path)), None)
-    warnings = _SAID.findall(_end(folder / "log.txt", _LOG))[-_WARNINGS:]
+    warnings = _SAID.findall(_end(folder / LOG, _LOG))[-_WARNINGS:]
     config = config if isinstance(config, dict) else {}
     return History(name, folder, lives, curves, config, text, newest, warnings, reader.pictures)
 
@@ -282,6 +292,49 @@ def _is_whole(manifest: Path) -> bool:
     with suppress(OSError, ValueError):
         return manifest.with_suffix(".ckpt").exists() and bool(read_json(manifest, follow=False))
     return False
+
+
+# What a page shows or links to ---------------------------------------------------------------------------------------
+
+
+class File(NamedTuple):
+    """A file to link to, by its path within the run's folder; a folder has no size."""
+
+    path: str
+    size: int | None
+
+
+def file_to_link(folder: Path, path: Path) -> File | None:
+    """Returns a file, or a folder, of the run's folder; None where nothing of the kind is there."""
+    with suppress(OSError):
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode):
+            size = status.st_size if stat.S_ISREG(status.st_mode) else None
+            return File(path.relative_to(folder).as_posix(), size)
+    return None
+
+
+def log_end(folder: Path) -> str:
+    """Returns the last lines of the log."""
+    return "\n".join(printable(line, _LONGEST) for line in _end(folder / LOG, _READ).splitlines()[-_LINES:])
+
+
+def newest_checkpoints(folder: Path) -> list[File]:
+    """Returns the newest checkpoints, the last one first, by their names."""
+    if (folder / "checkpoints").is_symlink():
+        return []
+    names = sorted((path for path in folder.glob("checkpoints/*.ckpt") if _CHECKPOINT.fullmatch(path.name)), reverse=True)
+    return [file for path in names[:_CHECKPOINTS] if (file := file_to_link(folder, path))]
+
+
+def profiles(folder: Path) -> dict[str, str]:
+    """Returns the newest tables of profiles, by their paths."""
+    paths = [] if (folder / FOLDER).is_symlink() else sorted(folder.glob(f"{FOLDER}/*.txt"), reverse=True)[:_TABLES]
+    tables = {f"{FOLDER}/{path.name}": _end(path, _READ) for path in paths if _TABLE.fullmatch(path.name)}
+    return {name: table for name, table in tables.items() if table}
+
+
+# Figures -------------------------------------------------------------------------------------------------------------
 
 
 def longest(shares: Mapping[str, float]) -> str:

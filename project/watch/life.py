@@ -29,7 +29,7 @@ from project.errors import Cause
 from project.masking import masked_command
 from project.step.monitored import monitored_setting
 from project.step.position import planned_steps
-from project.typed import typed
+from project.typed import callbacks_of, typed
 from project.untrusted import open_to_append
 from project.watch.history import FILE, lives_of
 
@@ -73,7 +73,8 @@ class Life(Callback):
             changed=self._changed() if trainer.is_global_zero and self._changed else None,
             epoch=trainer.current_epoch,
             of=planned_steps(trainer),
-            **_monitored(trainer),
+            # The metric by which the run is judged, and whether its highest or its lowest value is the best.
+            **dict(zip(("monitor", "mode"), monitored_setting(typed(trainer).callbacks) or (), strict=False)),
             ranks=trainer.world_size,
             hosts={name: count * each for name, count in Counter(hosts).items()},
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -157,16 +158,10 @@ def _entries(cause: Cause) -> dict[str, str]:
     return {name: text for name, text in entries.items() if text or name == "why"}
 
 
-def _monitored(trainer: Trainer) -> dict[str, str]:
-    """Returns the metric by which the run is judged, and whether its highest or its lowest value is the best."""
-    return dict(zip(("monitor", "mode"), monitored_setting(typed(trainer).callbacks) or (), strict=False))
-
-
 def record(trainer: Trainer, event: str, why: str) -> None:
     """Records something that happens in the middle of a life, where the run keeps such a file."""
-    for callback in typed(trainer).callbacks:
-        if isinstance(callback, Life):
-            callback.note(trainer, event, why)
+    for life in callbacks_of(trainer, Life):
+        life.note(trainer, event, why)
 
 
 def _signal(exception: BaseException) -> str | None:

@@ -168,29 +168,22 @@ def _warn(text: str) -> None:
     print(f"WARNING notify: {text}. Training goes on.", file=sys.stderr, flush=True)
 
 
-class Follower:
-    """Reads the lines that come to a file, from a place in it on."""
+class Watch:
+    """Follows rank 0: what it says on this process's input, and what comes to life.jsonl, from a place in it on."""
 
-    def __init__(self, path: Path, begin: int) -> None:
-        self.path, self.at = path, begin
+    def __init__(self, notifier: Notifier, life: Path, begin: int) -> None:
+        self.notifier, self.life, self.at = notifier, life, begin
+        self.alive, self.words, self.since = True, "", time.monotonic()
+        self.stop: Event | None = None
+        self.stopped = 0.0
 
-    def lines(self) -> Iterator[bytes]:
-        """Yields what has come since the last call, in whole lines."""
-        with suppress(OSError), os.fdopen(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+    def _lines(self) -> Iterator[bytes]:
+        """Yields what has come to life.jsonl since the last call, in whole lines."""
+        with suppress(OSError), os.fdopen(os.open(self.life, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             file.seek(self.at)
             while (line := file.readline(_LINE)) and (line.endswith(b"\n") or len(line) == _LINE):
                 self.at += len(line)
                 yield line
-
-
-class Watch:
-    """Follows rank 0: what it says on this process's input, and what comes to life.jsonl."""
-
-    def __init__(self, notifier: Notifier, follower: Follower) -> None:
-        self.notifier, self.follower = notifier, follower
-        self.alive, self.words, self.since = True, "", time.monotonic()
-        self.stop: Event | None = None
-        self.stopped = 0.0
 
     def look(self) -> None:
         """Waits a moment, and sends what has happened but for the end of the run, of which there may be more to say."""
@@ -199,7 +192,7 @@ class Watch:
             self.alive, self.words, self.since = bool(data), self.words + data.decode(errors="replace"), time.monotonic()
         elif not self.alive:
             time.sleep(_LOOK)
-        for line in self.follower.lines():
+        for line in self._lines():
             if (event := event_of(line)) is not None and b'"stop"' in line:
                 self.stopped = self.stopped or time.monotonic()
                 self.stop = event  # the last one counts: who outlives a rank may know more of its end
@@ -226,7 +219,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they go to the whole group; the rank's end is what counts here
     facts = json.loads(sys.stdin.buffer.readline(_LINE))
-    watch = Watch(notifier := Notifier(facts), Follower(Path(facts["life"]), facts["begin"]))
+    watch = Watch(notifier := Notifier(facts), Path(facts["life"]), facts["begin"])
     while not watch.is_over():
         watch.look()
     if (end := watch.end()) is not None:

@@ -30,6 +30,7 @@ _LOCAL = ("127.0.0.1", "localhost", "")
 _PATIENCE = 5.0  # seconds that a reader has for its question
 _TAGS = 1000  # values of a module: a name of its own for each step would fill the memory
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,60}")
+_ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 _COUNTERS = ("ecc_corrected_errors", "ecc_uncorrected_errors", "nvlink_errors")
 
 
@@ -162,13 +163,9 @@ def rendered(samples: Iterable[Sample]) -> str:
     for name, family in families.items():
         lines.append(f"# TYPE {name} {'counter' if family[0].counter else 'gauge'}")
         for sample in family:
-            labels = ",".join(f'{label}="{_escaped(text)}"' for label, text in sample.labels.items())
+            labels = ",".join(f'{label}="{text.translate(_ESCAPED)}"' for label, text in sample.labels.items())
             lines.append(f"{name}{'_total' if sample.counter else ''}{{{labels}}} {sample.value:.10g}")
     return "\n".join([*lines, "# EOF", ""])
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _handler(metrics: Metrics) -> type[BaseHTTPRequestHandler]:

@@ -18,7 +18,7 @@ from project.step.data_ranks import data_ranks
 from project.step.monitored import Judging, Monitoring, is_better, monitored_metrics
 from project.step.position import planned_steps
 from project.step.state import micro_batch
-from project.typed import typed
+from project.typed import callbacks_of, typed
 from project.watch.fields import GAP, Field, Importance, fitted
 from project.watch.history import longest
 from project.watch.throughput import Throughput
@@ -93,7 +93,8 @@ class Progress(ProgressBar):
                 self._draw(trainer, self._bars)
                 self._line = now
         elif now - self._line > _LINE_EVERY:
-            log.info("epoch %d  step %s  %s", trainer.current_epoch, _counted(trainer), self._figures(trainer))
+            figures = GAP.join(field.text for field in self._fields(trainer))
+            log.info("epoch %d  step %s  %s", trainer.current_epoch, _counted(trainer), figures)
             self._line = now
 
     def _draw(self, trainer: Trainer, bars: Bars) -> None:
@@ -107,14 +108,15 @@ class Progress(ProgressBar):
         bars.columns = _columns(bar=bool(bar))
         bars.update(self._bar, completed=trainer.global_step, head=before.strip(), figures=after.strip())
 
-    def _figures(self, trainer: Trainer) -> str:
-        return GAP.join(field.text for field in self._fields(trainer))
-
     def _fields(self, trainer: Trainer) -> list[Field]:
         """Returns what a line shows of training: the metrics, those that are monitored, and how fast it is."""
         metrics: dict[str, float | str] = {**trainer.progress_bar_metrics}
         self._order |= dict.fromkeys([*(name for name in _FIRST if name in metrics), *metrics])
-        shown = [Field(Importance.METRIC, f"{_title(name)} {_short(metrics[name])}") for name in self._order if name in metrics]
+        shown = [
+            Field(Importance.METRIC, f"{name.removeprefix('train/')} {_short(metrics[name])}")
+            for name in self._order
+            if name in metrics
+        ]
         fields = [Field(Importance.FIRST_METRIC, shown[0].text), *shown[1:]] if shown else []
         monitored = [(name, value) for name, value in self._monitored.items() if name not in metrics]
         fields += [Field(Importance.MONITORED, f"{name} {_short(value)}") for name, value in monitored]
@@ -122,13 +124,13 @@ class Progress(ProgressBar):
         fields += [Field(Importance.RATE, f"lr {group['lr']:.2g}") for group in _groups(trainer)[:1]]
         if speed := self._speed(trainer):
             fields.append(Field(Importance.SPEED, f"{speed:,.0f} samples/s"))
-        phases = [longest(throughput.phases) for throughput in _measuring(trainer) if throughput.phases]
+        phases = [longest(throughput.phases) for throughput in callbacks_of(trainer, Throughput) if throughput.phases]
         fields += [Field(Importance.PHASE, phase) for phase in phases]
         return fields + [Field(Importance.PROGRESS, text) for text in self._left(trainer)]
 
     def _speed(self, trainer: Trainer) -> float | None:
         """Returns the run's speed; of a start that is too short to have been measured, its samples by its time."""
-        measured = next((throughput.speed for throughput in _measuring(trainer)), None)
+        measured = next((throughput.speed for throughput in callbacks_of(trainer, Throughput)), None)
         seconds = self._training + time.monotonic() - self._since if self._seen else self._training
         samples = self._trained + self._seen * data_ranks(trainer).count
         return measured or (samples / seconds if seconds else None)
@@ -179,13 +181,12 @@ class Progress(ProgressBar):
         """Notes the monitored metrics, and the best of each so far, in earlier starts, too. The host waits for the device."""
         known, callbacks = trainer.callback_metrics, typed(trainer).callbacks
         for name, mode in monitored_metrics(callbacks, known).items() if trainer.state.fn == "fit" else ():
-            self._monitored[name] = value = float(known[name])
-            if is_better(value, self._best.get(name), mode):
-                self._best[name] = value
-            for callback in callbacks:
-                score = callback.best_model_score if isinstance(callback, Judging) else None
-                if isinstance(score, Tensor) and name in monitored_metrics([callback], known):
-                    self._best[name] = float(score) if is_better(float(score), self._best.get(name), mode) else self._best[name]
+            self._monitored[name] = float(known[name])
+            judges = [callback for callback in callbacks if isinstance(callback, Judging)]
+            scores = [judge.best_model_score for judge in judges if name in monitored_metrics([judge], known)]
+            for score in [self._monitored[name], *(float(score) for score in scores if isinstance(score, Tensor))]:
+                if is_better(score, self._best.get(name), mode):
+                    self._best[name] = score
 
     def _titled_best(self) -> dict[str, float]:
         return {f"best {name}": value for name, value in self._best.items()}
@@ -218,11 +219,15 @@ class Progress(ProgressBar):
         if self._training:
             parts = [f"{self._speed(trainer):,.0f} samples/s", _count(trainer.global_step, "step", "steps")]
             parts.append(str(timedelta(seconds=round(self._training))))
-            parts += [f"{share:.0%} {name}" for throughput in _measuring(trainer) for name, share in throughput.shares.items()]
+            parts += [
+                f"{share:.0%} {name}"
+                for throughput in callbacks_of(trainer, Throughput)
+                for name, share in throughput.shares.items()
+            ]
             lines["training"] = ", ".join(parts)
-        for callback in typed(trainer).callbacks:
-            if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
-                lines["early stop"] = callback.stopping_reason_message.strip()
+        for stopping in callbacks_of(trainer, EarlyStopping):
+            if stopping.stopping_reason_message:
+                lines["early stop"] = stopping.stopping_reason_message.strip()
         return lines
 
 
@@ -238,10 +243,6 @@ def _columns(bar: bool) -> tuple[ProgressColumn, ...]:
         TextColumn(f"{{task.fields[{name}]}}", markup=False, table_column=Column(no_wrap=True)) for name in ("head", "figures")
     )
     return (head, BarColumn(bar_width=_BAR), figures) if bar else (head, figures)
-
-
-def _measuring(trainer: Trainer) -> list[Throughput]:
-    return [callback for callback in typed(trainer).callbacks if isinstance(callback, Throughput)]
 
 
 @runtime_checkable
@@ -287,10 +288,6 @@ def _groups(trainer: Trainer) -> list[dict[str, float]]:
 
 def _count(number: int, singular: str, many: str) -> str:
     return f"{number} {singular if number == 1 else many}"
-
-
-def _title(name: str) -> str:
-    return name.removeprefix("train/")
 
 
 def _show(metrics: dict[str, float]) -> str:

@@ -101,10 +101,13 @@ def _table(events: Sequence[FunctionEvent], steps: int, whole: float, device: st
     for event in events:
         span = event.time_range.end - event.time_range.start
         times[event.name] += span if event.device_type == DeviceType.CUDA else event.self_cpu_time_total
-    rows = [f"{f'Operators, by their own {device} time':<{_WIDTH}} {'calls a step':>12} {'time a step':>13} {'share':>8}"]
-    for name, time in times.most_common(_SHOWN):
-        rows.append(f"{_short(name)} {calls[name] / steps:>12.5g} {_ms(time / steps):>13} {time / whole:>8.1%}")
-    return rows
+    return [
+        f"{f'Operators, by their own {device} time':<{_WIDTH}} {'calls a step':>12} {'time a step':>13} {'share':>8}",
+        *(
+            f"{_short(name)} {calls[name] / steps:>12.5g} {_ms(time / steps):>13} {time / whole:>8.1%}"
+            for name, time in times.most_common(_SHOWN)
+        ),
+    ]
 
 
 def _allocations(events: Iterable[FunctionEvent], steps: int, on_gpu: bool) -> list[str]:

@@ -1,25 +1,32 @@
 """The recording of some steps by torch's profiler, and the names of the parts of a step in it."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
-from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from project.step.allocator import start_recording
 from project.step.epoch_loop import remove_callback
-from project.typed import typed
+from project.typed import callbacks_of
 from project.untrusted import make_folder, replacing, write_text
 from project.watch.recorded import RANGE, lines, write_held
 from project.watch.throughput import Throughput
 
 log = logging.getLogger(__name__)
+
+
+def _part_hook(name: str) -> Callable[..., None]:
+    """Returns a hook with which a part of the step begins."""
+
+    def hook(self: "StepRanges", *args: object, **kwargs: object) -> None:
+        self._next(name)
+
+    return hook
 
 
 class StepRanges(Callback):
@@ -30,17 +37,7 @@ class StepRanges(Callback):
         self._part = ExitStack()
         self._names_parts = False
 
-    def name_parts(self, trainer: Trainer) -> None:
-        """Names the parts from now on."""
-        self._names_parts = True
-
-    def on_fetch_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._next("data wait")
-
-    def on_fetch_ends(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._next("rest")
-
-    def name_no_more(self, trainer: Trainer) -> None:
+    def _name_no_more(self) -> None:
         self._part.close()
         self._names_parts = False
 
@@ -51,27 +48,17 @@ class StepRanges(Callback):
             self._part.enter_context(torch.cuda.nvtx.range(name) if self._nvtx else record_function(RANGE + name))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        if self._nvtx and not self._names_parts:
-            self.name_parts(trainer)
+        self._names_parts = self._names_parts or self._nvtx
         self._next("forward")
 
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        self._next("backward")
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._next("rest")
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        self._next("optimizer")
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
-    ) -> None:
-        self._next("rest")
+    on_fetch_begins = _part_hook("data wait")
+    on_before_backward = _part_hook("backward")
+    on_before_optimizer_step = _part_hook("optimizer")
+    on_fetch_ends = on_after_backward = on_train_batch_end = _part_hook("rest")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         remove_callback(trainer, self)  # another fit brings its own
-        self.name_no_more(trainer)
+        self._name_no_more()
 
 
 class Recording(StepRanges):
@@ -109,7 +96,7 @@ class Recording(StepRanges):
                 profile_memory=self._memory,
             )
             self._profile.start()
-            self.name_parts(trainer)
+            self._names_parts = True
         except Exception as error:  # a device whose counters are not for everybody, say
             if self._why_not is None:
                 log.warning("The steps can't be recorded: %s. Training goes on.", error)
@@ -138,7 +125,7 @@ class Recording(StepRanges):
         if self._step >= self.first:
             self._finish(trainer, pl_module)
         else:  # nothing is recorded yet: it begins again afterwards
-            self._stop(trainer)
+            self._stop()
             self._began = False
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -154,10 +141,10 @@ class Recording(StepRanges):
         """Removes the callback, and stops the profiler."""
         self.over = True
         remove_callback(trainer, self)
-        return self._stop(trainer)
+        return self._stop()
 
-    def _stop(self, trainer: Trainer) -> profile | None:
-        self.name_no_more(trainer)
+    def _stop(self) -> profile | None:
+        self._name_no_more()
         recorded, self._profile = self._profile, None
         if recorded is not None:
             recorded.stop()
@@ -203,7 +190,5 @@ class Recording(StepRanges):
 
 def _leave_out(trainer: Trainer) -> None:
     """Leaves a step out of the throughput: recorded steps are slower, and so is the one in which a trace is waited for."""
-    callbacks = typed(trainer).callbacks
-    for callback in callbacks:
-        if isinstance(callback, Throughput):
-            callback.leave_out()
+    for throughput in callbacks_of(trainer, Throughput):
+        throughput.leave_out()

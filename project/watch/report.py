@@ -8,12 +8,22 @@ from typing import NamedTuple
 
 from project.errors import UserError
 from project.untrusted import printable, write_text
-from project.watch import attachments
 from project.watch.charts import COLOURS, HEALTH, OF_RANKS, SPEED, Chart, Line, Mark
 from project.watch.curves import Point
 from project.watch.figures import best, direction, metrics
 from project.watch.goodput import goodput
-from project.watch.history import PHASES, SKIPPED, History, date, of_the_module
+from project.watch.history import (
+    LOG,
+    PHASES,
+    SKIPPED,
+    History,
+    date,
+    file_to_link,
+    log_end,
+    newest_checkpoints,
+    of_the_module,
+    profiles,
+)
 from project.watch.pages import duration, ranks, rendered
 
 PAGE, SUMMARY = "report.html", "summary.json"
@@ -55,10 +65,10 @@ def page(history: History) -> str:
         history=history,
         facts=facts(history),
         verdict=_verdict(history) if ended else {},
-        log_end=attachments.log_end(history.folder) if ended else "",
-        log_file=attachments.log_file(history.folder),
-        checkpoints=attachments.checkpoints(history.folder),
-        profiles=attachments.profiles(history.folder),
+        log_end=log_end(history.folder) if ended else "",
+        log_file=file_to_link(history.folder, history.folder / LOG),
+        checkpoints=newest_checkpoints(history.folder),
+        profiles=profiles(history.folder),
         pictures=_pictures(history),
         figures=[
             Figure(tag, history.curves[tag][-1], best(history, tag), direction(tag, history))

@@ -41,7 +41,7 @@ def compared(histories: Sequence[History], place: Path | None = None) -> str:
         Row(
             history,
             COLOURS[number % len(COLOURS)],
-            _link(history, place),
+            os.path.relpath(history.folder.absolute() / PAGE, place.absolute()) if place else f"{history.name}/{PAGE}",
             ", then ".join(ranks for ranks, _ in groupby(str(life.ranks) for life in history.lives)),
             history.recent_median("speed/samples_per_s"),
             efficiency[number],
@@ -64,10 +64,6 @@ def compared(histories: Sequence[History], place: Path | None = None) -> str:
     )
 
 
-def _link(history: History, place: Path | None) -> str:
-    return os.path.relpath(history.folder.absolute() / PAGE, place.absolute()) if place else f"{history.name}/{PAGE}"
-
-
 def _winners(rows: Sequence[Row], tags: Sequence[str], histories: Sequence[History]) -> list[float | None]:
     """Returns the best value that any of the runs has of each metric."""
     winners: list[float | None] = []
@@ -85,15 +81,11 @@ def _charts(histories: Sequence[History], tags: Sequence[str], x_name: str) -> l
         each = history.global_batch or 1 if x_name == "samples" else 1
         return point.step * each, point.value, history.hours(point.time)
 
-    charts = []
-    for tag in tags:
-        lines = [
-            Line(history.name, [placed(history, point) for point in history.curves.get(tag, ())], colour)
-            for colour, history in enumerate(histories)
-        ]
-        if any(line.points for line in lines):
-            charts.append(Chart(tag, lines, legend=False))
-    return charts
+    def line(history: History, colour: int, tag: str) -> Line:
+        return Line(history.name, [placed(history, point) for point in history.curves.get(tag, ())], colour)
+
+    charts = (Chart(tag, [line(history, at, tag) for at, history in enumerate(histories)], legend=False) for tag in tags)
+    return [chart for chart in charts if any(line.points for line in chart.lines)]
 
 
 def differences(histories: Sequence[History]) -> Mapping[str, Sequence[object]]:

@@ -3,19 +3,21 @@ and the rest), its speed, and its memory.
 
 Lightning's ThroughputMonitor waits for the device at each log point and knows one rank. Here the ranks' times are collected
 once in a window of steps, by one small all-gather that is read a step later; on a GPU they are read from events that have
-long passed. TensorBoard gets them under speed/, ranks/ and run/; `Stragglers` compares them.
+long passed. TensorBoard gets them under speed/, ranks/ and run/; `Stragglers` compares them: the ranks that are slow again and
+again, their hosts, and whether data or compute is the cause, as their peers wait for them.
 """
 
+import logging
 import math
 import os
 import time
 from bisect import insort
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from itertools import pairwise
-from statistics import fmean, median
-from typing import Any
+from statistics import fmean, median, median_low
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from project.cluster.group import Group
-from project.cluster.place import host
+from project.cluster.place import host, short
 from project.errors import UserError
 from project.step.data_ranks import data_ranks
 from project.step.logged import measurement_loggers
@@ -34,10 +36,21 @@ from project.typed import typed
 from project.watch.flops import flops, network_of, peak
 from project.watch.history import PHASES
 from project.watch.life import record
-from project.watch.stragglers import Stragglers, Times, excess
+
+log = logging.getLogger(__name__)
 
 _LATER = 2  # steps until a GPU has surely passed an event
-_FIELDS = {"data_wait": "data", "gradient_sync": "sync"}  # of `Times`; those of other phases have their names
+_FIELDS = {"data_wait": "data", "gradient_sync": "sync"}  # of `Measured`; those of other phases have their names
+
+Cause = Literal["data", "compute"]
+_SLOW = 1.3  # times the median of the ranks' own work
+_IN_A_ROW, _AT_LEAST = 3, 1.0  # windows, seconds: less is chance
+_AGAIN = 100  # windows until a warning is repeated
+_CURVES = 8  # ranks with curves of their own
+_HINTS = {
+    "data": "data.num_workers, and the disk or network that this host reads its data from.",
+    "compute": "what else runs on this host; is it throttled (temperature, power, a limit on its cores)?",
+}
 
 Moment = Any  # seconds, or an event on the device
 Marks = list[tuple[str, Moment]]
@@ -45,9 +58,18 @@ Marks = list[tuple[str, Moment]]
 
 
 @dataclass(frozen=True)
-class Measured(Times):
-    """The measurements of a rank in a window, on the average of its steps."""
+class Measured:
+    """The measurements of a rank in a window, on the average of its steps; times in seconds."""
 
+    data: float
+    compute: float
+    sync: float
+    other: float = 0.0
+    """Between two steps: logging, say."""
+    forward: float = 0.0
+    """A part of `compute`, as are the next two."""
+    backward: float = 0.0
+    optimizer: float = 0.0
     samples: float = 0.0
     host_memory: float = 0.0
     """Bytes of the process, now."""
@@ -57,6 +79,19 @@ class Measured(Times):
     """The cores that the process kept busy."""
     gpu: float = math.nan
     """The share of time in which the GPU computed anything; NaN where nothing reports it."""
+
+    @property
+    def own(self) -> float:
+        """Returns the time of its own work, in which it waits for no other rank: getting its data, and computing."""
+        return self.data + self.compute
+
+    @property
+    def total(self) -> float:
+        return self.own + self.sync + self.other
+
+    @property
+    def rest(self) -> float:
+        return max(0.0, self.compute - self.forward - self.backward - self.optimizer) + self.other
 
 
 class Throughput(Callback):
@@ -290,3 +325,78 @@ def gpu_use() -> float:
         return torch.cuda.utilization() / 100
     except Exception:
         return math.nan
+
+
+# Slow ranks ----------------------------------------------------------------------------------------------------------
+
+
+def excess(ranks: Sequence[Measured], cause: Cause) -> list[float]:
+    """Returns each rank's own work, relative to the median rank's, if it differed in this alone: 1.0 is no slower."""
+    reference, typical = _median_own(ranks), median_low(getattr(times, cause) for times in ranks)
+    return [1 + (getattr(times, cause) - typical) / reference for times in ranks]
+
+
+def _median_own(ranks: Sequence[Measured]) -> float:
+    return median_low(times.own for times in ranks) or 1e-9
+
+
+@dataclass
+class Streak:
+    """The windows in a row in which a rank was slow for one reason, or not slow."""
+
+    cause: Cause | None = None
+    windows: int = 0
+    seconds: float = 0.0
+    factors: deque[float] = field(default_factory=lambda: deque(maxlen=_IN_A_ROW))
+
+
+class Stragglers:
+    """Names a rank, with its host, when it has been slow for some windows of steps, and again when that has changed, or after
+    a long time.
+    """
+
+    def __init__(self, hosts: Sequence[str], steps: int) -> None:
+        self.hosts, self.steps = hosts, steps
+        self._streaks = [Streak() for _ in hosts]
+        self._named: dict[int, Cause] = {}
+
+    def by_rank(self, ranks: Sequence[Measured]) -> dict[str, float]:
+        """Returns curves of each rank's own work, with its host in their names; of many ranks those of the slowest now."""
+        slowest = sorted(range(len(ranks)), key=lambda rank: -ranks[rank].own)[:_CURVES]
+        named = {f"{rank}.{short(self.hosts[rank])}": ranks[rank] for rank in sorted(slowest)}
+        data = {f"ranks/data_ms/{name}": 1e3 * times.data for name, times in named.items()}
+        return data | {f"ranks/compute_ms/{name}": 1e3 * times.compute for name, times in named.items()}
+
+    def compare(self, ranks: Sequence[Measured]) -> list[str]:
+        """Compares the times of one window, by rank, and returns a text for each rank that is reported as slow."""
+        named = []
+        reference, by_data, by_compute = _median_own(ranks), excess(ranks, "data"), excess(ranks, "compute")
+        for rank, times in enumerate(ranks):
+            cause: Cause | None = "data" if by_data[rank] > by_compute[rank] else "compute"
+            if times.own / reference < _SLOW:
+                cause = None
+            if self._streaks[rank].cause != cause:
+                self._streaks[rank] = Streak(cause)
+            streak = self._streaks[rank]
+            streak.windows += 1
+            streak.seconds += times.total * self.steps
+            streak.factors.append(times.own / reference)
+            if streak.windows >= _IN_A_ROW and streak.seconds >= _AT_LEAST:
+                named += self._report(rank, streak, ranks)
+        return named
+
+    def _report(self, rank: int, streak: Streak, ranks: Sequence[Measured]) -> list[str]:
+        cause = streak.cause
+        if cause is None:
+            if self._named.pop(rank, None):
+                log.info("Rank %d, %s, keeps pace again.", rank, self.hosts[rank])
+        elif cause != self._named.get(rank) or streak.windows % _AGAIN == 0:
+            self._named[rank] = cause
+            log.warning(
+                "Rank %d, %s, is slow, and all wait for it: its own work is %.1f times the usual rank's, because of its %s "
+                "(%.3g ms a step, usually %.3g), and was for %d steps. HINT: %s",
+                *(rank, self.hosts[rank], median(streak.factors), cause, 1e3 * getattr(ranks[rank], cause)),
+                *(1e3 * median_low(getattr(times, cause) for times in ranks), streak.windows * self.steps, _HINTS[cause]),
+            )
+            return [f"rank {rank}, {self.hosts[rank]}, is slow because of its {cause}, and all wait for it"]
+        return []

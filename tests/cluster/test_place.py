@@ -10,7 +10,7 @@ from project.cluster import code, place
 from project.cluster.environment import SAME, different
 from project.cluster.rendezvous import _apart
 from project.cluster.shared_folder import file_problem, moved
-from project.watch.stragglers import Stragglers, Times
+from project.watch.throughput import Measured, Stragglers
 from tests.conftest import TINY
 
 HOST = socket.gethostname()
@@ -29,7 +29,7 @@ def test_a_container_s_host_says_its_node():
 def test_two_pods_of_a_node_are_two_hosts_and_a_figure_has_the_short_name():
     hosts = ["train-0 (on n)", "train-0 (on n)", "train-1 (on n)"]
     assert len(set(_apart([[host, host] for host in hosts]))) == 2
-    curves = Stragglers(hosts, 1).by_rank([Times(0.1, 0.1, 0.1)] * 3)
+    curves = Stragglers(hosts, 1).by_rank([Measured(0.1, 0.1, 0.1)] * 3)
     assert "ranks/data_ms/0.train-0" in curves
 
 

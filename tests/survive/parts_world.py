@@ -133,8 +133,7 @@ def write(world: World, mesh: DeviceMesh, steps: list[int], strike: Strike | Non
 def _saver(world: World, mesh: DeviceMesh, keep: int) -> Callable[[int], Checkpoints]:
     rank = dist.get_rank()
     checkpoints = Checkpoints(keep_last=keep, monitor=None)
-    checkpoints._shard_writers, checkpoints._folder = ShardWriters(f"host-{rank}"), world.folder / "checkpoints"
-    checkpoints._shard_writers.connect(None)
+    checkpoints._shard_writers, checkpoints._folder = ShardWriters(f"host-{rank}", None), world.folder / "checkpoints"
 
     def save(step: int) -> Checkpoints:
         apart = split(spread(whole(step), mesh))

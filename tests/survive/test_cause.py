@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader, Dataset
 
 from project.cli.watching import main as watch
-from project.survive.tracebacks import Folded
+from project.survive.failure import Folded
 from tests.conftest import Cli, Run
 from tests.survive.test_failure import BROKEN, CRAMPED
 from tests.watch.test_progress import Named

@@ -16,8 +16,7 @@ from project import Trainer
 from project.checkpoints.callback import Checkpoints
 from project.cli import same
 from project.watch.fingerprint_file import FILE, Recorded, read
-from project.watch.fingerprints import Fingerprints
-from project.watch.module_outputs import ModuleOutputs
+from project.watch.fingerprints import Fingerprints, ModuleOutputs
 from tests.conftest import TINY, Run, forked
 from tests.survive.test_resume import faults
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from project.watch.module_outputs import ModuleOutputs
+from project.watch.fingerprints import ModuleOutputs
 
 Pair = namedtuple("Pair", "first second")
 

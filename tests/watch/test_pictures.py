@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from project import Trainer
 from project.watch import pictures
 from project.watch.dashboard import Dashboard
-from project.watch.drawing import SIDE, confusion, thumbnails, tiles
 from project.watch.events import Events
+from project.watch.pictures import SIDE, confusion, thumbnails, tiles
 from tests.conftest import TINY
 from tests.own import write_texts
 

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader
 from project import Trainer
 from project.model import MiniResNet
 from project.watch.flops import flops, peak, peak_of
-from project.watch.stragglers import Stragglers, Times, excess
-from project.watch.throughput import Throughput
+from project.watch.throughput import Measured, Stragglers, Throughput, excess
 from tests.conftest import Cli
 from tests.watch.plugged import MICRO_BATCHES
 
@@ -69,9 +68,9 @@ def test_a_slow_rank_is_named_with_its_cause(cli: Cli):
 def test_verdicts(caplog):
     caplog.set_level("INFO")
     stragglers = Stragglers(["a", "b", "c", "d"], 50)
-    fine, slow, starved = Times(0.001, 0.1, 0.02), Times(0.001, 0.2, 0.0), Times(0.11, 0.1, 0.0)
+    fine, slow, starved = Measured(0.001, 0.1, 0.02), Measured(0.001, 0.2, 0.0), Measured(0.11, 0.1, 0.0)
 
-    def windows(count: int, *ranks: Times) -> list[str]:
+    def windows(count: int, *ranks: Measured) -> list[str]:
         caplog.clear()
         for _ in range(count):
             stragglers.compare(ranks)

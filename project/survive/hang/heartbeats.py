@@ -14,14 +14,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import Any, ClassVar, TypeAlias, cast
 
-from project.survive.hang.messages import HeartbeatMessage, Message
 from project.survive.hang.warden import Opener, sealer
 
 _LARGEST = 60_000  # bytes in a datagram
 _WAKE = "wake"
 _OVERHEAD = 250  # bytes of a packet: its headers, and the rest of the message
+
+Message: TypeAlias = dict[str, Any]
+"""What one rank sends another as JSON, or a part of it; its `kind` decides what else is in it."""
 
 
 @dataclass(frozen=True)
@@ -152,21 +154,7 @@ class Channel:
         self._socket.close()
 
 
-def heartbeat_from_dict(content: HeartbeatMessage) -> Heartbeat:
-    flights = {
-        group: Flight(known["number"], known["stage"], known["name"], tuple(known["ranks"]))
-        for group, known in content["flights"].items()
-    }
-    batches, part, phases = content["at"]
-    return Heartbeat(
-        (batches, part, phases),
-        content["phase"],
-        content["step"],
-        content["epoch"],
-        content["since"],
-        content["idle"],
-        content["allowed"],
-        content["allowed_own_work"],
-        content["collective"],
-        flights,
-    )
+def heartbeat_from_dict(content: Message) -> Heartbeat:
+    """Returns a heartbeat that was sent as `asdict` gives it."""
+    flights = {group: Flight(**{**known, "ranks": tuple(known["ranks"])}) for group, known in content["flights"].items()}
+    return Heartbeat(**{**content, "at": tuple(content["at"]), "flights": flights})

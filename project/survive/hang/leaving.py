@@ -1,5 +1,8 @@
 """Ends a process from another thread, while its main thread waits in a call that does not end.
 
+Gloo's connections are closed with the process that had them, and the main thread gets an error. A device that waits in a
+collective of NCCL waits on, and so does the main thread that waits for the device.
+
 Nothing here waits for anything for long: a disk or a terminal may be what hangs.
 """
 
@@ -15,16 +18,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from project.errors import Cause
 from project.launch.agent import agent
 from project.launch.launcher import detect
 from project.launch.orphans import launcher_pid
+from project.survive.failure import EXITING, LOST_RANKS, WHOLE, advice
 from project.survive.hang import stacks
 from project.survive.hang.heartbeats import Heartbeat, Member
-from project.survive.hang.warden import kill_with_children, start_time
+from project.survive.hang.warden import WardenProcess, kill_with_children, start_time
 
-EXITING = threading.Event()
-"""Set when this process is being ended here: an error that the main thread gets from that is no news."""
+log = logging.getLogger(__name__)
+
 _FINAL_WRITES = 2.0  # seconds in which the others write their last words before rank 0 ends, which may be their parent
+_PATIENCE = 1.0  # seconds for a terminal or a disk
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,25 @@ def exit_process(
     for member in ranks.values():
         kill_with_children(member.pid)
     os._exit(code)
+
+
+def exit_after_loss(context: RankContext, warden: WardenProcess | None) -> None:
+    """Reports which rank is lost, once on each host, and ends this process, whose main thread has not noticed."""
+    cause = LOST_RANKS.cause
+    assert cause is not None
+    if warden is not None:
+        warden.send(why=cause.text, where=cause.where, traceback=cause.traceback, step=context.beat.step)
+        warden.announce_exit()
+    if context.is_reporter({*(LOST_RANKS.failures or LOST_RANKS.deaths)}):
+        run_with_timeout(_PATIENCE, lambda: _report_loss(cause, context.folder))
+    run_with_timeout(_PATIENCE, flush)
+    exit_process(context, LOST_RANKS.exit_code)
+
+
+def _report_loss(cause: Cause, folder: Path | None) -> None:
+    hint = "HINT: see the error of that rank." if LOST_RANKS.failures else advice(folder)
+    text = f"lost another rank: {cause.text} This rank's main thread waits for it without an end: it is ended here. {hint}"
+    log.error(text, extra={WHOLE: f"{text}\n{cause.traceback}"})
 
 
 _AGENT_KILLER = """

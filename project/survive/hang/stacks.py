@@ -13,6 +13,7 @@ import sysconfig
 import tempfile
 import threading
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -43,11 +44,7 @@ def open_dump() -> tuple[IO[bytes], str]:
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
     """Returns the frames from the outermost call to the innermost."""
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames[::-1]
+    return [] if frame is None else [frame for frame, _ in traceback.walk_stack(frame)][::-1]
 
 
 def main_frames() -> list[FrameType]:
@@ -77,11 +74,11 @@ def _short(file: str) -> str:
 
 def loader_stacks(path: str) -> str:
     """Returns the stacks of the loader processes."""
-    sections = []
-    for child in multiprocessing.active_children()[:_PROCESSES]:
-        if child.pid and (text := read_dump(child.pid, path)):
-            sections.append(f"Loader process {child.name}:\n{text}")
-    return "\n".join(sections)
+    return "\n".join(
+        f"Loader process {child.name}:\n{text}"
+        for child in multiprocessing.active_children()[:_PROCESSES]
+        if child.pid and (text := read_dump(child.pid, path))
+    )
 
 
 def innermost_call(frames: list[FrameType]) -> str:

@@ -13,20 +13,16 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import cast
 
 from project.cluster import reachability
 from project.errors import TRY_AGAIN
 from project.survive.hang import flights, stacks
-from project.survive.hang.heartbeats import Flight, Heartbeat, Member, heartbeat_from_dict
+from project.survive.hang.heartbeats import Flight, Heartbeat, Member, Message, heartbeat_from_dict
 from project.survive.hang.leaving import RankContext, exit_process, flush, run_with_timeout
-from project.survive.hang.messages import RankAtFaultMessage, VerdictMessage
 from project.survive.hang.warden import read_dump, start_time
 from project.untrusted import write_text
 
 log = logging.getLogger(__name__)
-
-EXIT_CODE = TRY_AGAIN
 
 SHOWN = 2  # ranks whose stacks are part of the message
 _LONGEST = 20_000  # characters of a rank's stacks in a message
@@ -65,9 +61,6 @@ class RankAtFault:
             stacks=text[:_LONGEST],
         )
 
-    def to_dict(self) -> RankAtFaultMessage:
-        return cast(RankAtFaultMessage, asdict(self))
-
     def __str__(self) -> str:
         beat, since = self.beat, time.strftime("%H:%M:%S", time.localtime(self.beat.since))
         what = f"{beat.phase}, after step {beat.step}, epoch {beat.epoch}"
@@ -79,9 +72,9 @@ class RankAtFault:
         return text + (f". Its collectives under way: {self.collectives}" if self.collectives else "")
 
 
-def rank_at_fault_from_dict(content: RankAtFaultMessage) -> RankAtFault:
-    beat, texts = heartbeat_from_dict(content["beat"]), (content["place"], content["collectives"], content["stacks"])
-    return RankAtFault(content["rank"], content["host"], beat, content["silent_for"], *texts)
+def rank_at_fault_from_dict(content: Message) -> RankAtFault:
+    """Returns the description of a rank that was sent as `asdict` gives it."""
+    return RankAtFault(**{**content, "beat": heartbeat_from_dict(content["beat"])})
 
 
 @dataclass(frozen=True)
@@ -98,10 +91,10 @@ class Verdict:
         first = self.at_fault[0]
         return Verdict([RankAtFault(first.rank, first.host, first.beat, first.silent_for)], network=self.network)
 
-    def to_dict(self) -> VerdictMessage:
+    def to_dict(self) -> Message:
         """Returns the verdict as it is sent to the other ranks, with the stacks of the first ranks only."""
         shown = [culprit if at < SHOWN else replace(culprit, stacks="") for at, culprit in enumerate(self.at_fault[:20])]
-        return {"guilty": [culprit.to_dict() for culprit in shown], "waiting": self.waiting, "network": self.network}
+        return {"guilty": [asdict(culprit) for culprit in shown], "waiting": self.waiting, "network": self.network}
 
     @property
     def silent(self) -> set[int]:
@@ -145,7 +138,7 @@ class Verdict:
         return "if it is only slow, set watchdog.at_least, watchdog.factor or, for what is done once, watchdog.startup."
 
 
-def verdict_from_dict(content: VerdictMessage) -> Verdict:
+def verdict_from_dict(content: Message) -> Verdict:
     return Verdict([rank_at_fault_from_dict(entry) for entry in content["guilty"]], content["waiting"], content["network"])
 
 
@@ -154,11 +147,10 @@ def describe_phases(heartbeats: Iterable[tuple[Member, Heartbeat]]) -> str:
     phases: dict[str, list[Member]] = defaultdict(list)
     for member, beat in heartbeats:
         phases[beat.phase].append(member)
-    parts = []
-    for phase, members in phases.items():
-        first = f"rank {members[0].rank} on {members[0].host}"
-        parts.append(f"{first}{f' and {len(members) - 1} more' if len(members) > 1 else ''} in: {phase}")
-    return "; ".join(parts)
+    return "; ".join(
+        f"rank {first.rank} on {first.host}{f' and {len(more)} more' if more else ''} in: {phase}"
+        for phase, (first, *more) in phases.items()
+    )
 
 
 # The report ----------------------------------------------------------------------------------------------------------
@@ -176,14 +168,14 @@ def report_and_exit(judged: Verdict, context: RankContext) -> None:
         run_with_timeout(_PATIENCE, lambda: _write_stacks(folder, judged, written))
     if reports:
         where = f"\nThe stacks of all ranks: {context.folder}/hang-rank*.txt" if context.folder else ""
-        again = f"All ranks end, with exit code {EXIT_CODE}. The same command goes on from the newest checkpoint."
+        again = f"All ranks end, with exit code {TRY_AGAIN}. The same command goes on from the newest checkpoint."
         text = f"{judged}{where}\n{again} HINT: {judged.hint}"
         run_with_timeout(_PATIENCE, lambda: log.error(text))
-        run_with_timeout(_PATIENCE, lambda: _tell_torchrun(f"{judged.at_fault[0]}", context))
+        run_with_timeout(_PATIENCE, lambda: _tell_torchrun(f"{judged.at_fault[0]}"))
     run_with_timeout(_PATIENCE, flush)
     cut_off = _rank_0_unreachable(judged, context)
     seconds = _AGENT if cut_off else _SLOW_AGENT if context.is_reporter(judged.silent) else None
-    exit_process(context, EXIT_CODE, list(unresponsive.values()), seconds)
+    exit_process(context, TRY_AGAIN, list(unresponsive.values()), seconds)
 
 
 def _silent_on_this_host(judged: Verdict, context: RankContext) -> dict[int, Member]:
@@ -212,7 +204,7 @@ def _write_stacks(folder: Path, judged: Verdict, ranks: list[RankAtFault]) -> No
         write_text(folder / f"hang-rank{ranks[0].rank}-collectives.json", json.dumps(entries))
 
 
-def _tell_torchrun(text: str, context: RankContext) -> None:
+def _tell_torchrun(text: str) -> None:
     """Writes the message for torchrun, which reports last, and prints what it finds in this file."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = {"message": f"The run hangs: {text}", "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}

@@ -99,11 +99,16 @@ class Opener:
         return True
 
 
+def _status_fields(pid: int | str) -> list[str]:
+    """Returns what the kernel says of a process (proc_pid_stat(5)), from its state on; nothing where it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
+
+
 def start_time(pid: int | str) -> str:
     """Returns when a process was started, in ticks since boot, or '' where that can't be known or it has ended."""
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return ""
+    return "".join(_status_fields(pid)[19:20])
 
 
 def read_dump(pid: int, path: str, wake: bool = False) -> str:
@@ -260,9 +265,8 @@ def _is_exiting(pid: int | str) -> bool:
     """Returns whether a process has begun to end. Until its memory is free, which takes long where it was much, it can't be
     seen to have ended, and it is in no cgroup of version 1 any more.
     """
-    with suppress(OSError, IndexError, ValueError):
-        return bool(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6]) & _PF_EXITING)
-    return False
+    fields = _status_fields(pid)
+    return bool(fields) and bool(int(fields[6]) & _PF_EXITING)
 
 
 _INFO, _INFO_EXIT = 0xC040FF0B, 1 << 3  # PIDFD_GET_INFO and PIDFD_INFO_EXIT, Linux 6.15
@@ -272,10 +276,9 @@ def ended(pid: int | str, began: str, handle: int | None) -> tuple[bool, int | N
     """Returns whether a process has ended, and its wait status, which the kernel reports to others only as long as nobody has
     asked for it, or, from Linux 6.15 on, to the holder of a `handle` (a pidfd).
     """
-    with suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        if fields[19] == began:
-            return fields[0] in "ZX", int(fields[-1])
+    fields = _status_fields(pid)
+    if fields and fields[19] == began:
+        return fields[0] in "ZX", int(fields[-1])
     if handle is not None:
         with suppress(OSError):
             info = bytearray(struct.pack("Q56x", _INFO_EXIT))
@@ -313,20 +316,15 @@ class WatchedRank:
         with suppress(OSError, AttributeError):
             self.handle = os.pidfd_open(pid)
         self.oom_kills = OomKills(pid)
-        self.parent = self._find_parent()
+        parent = int("".join(_status_fields(pid)[1:2]) or 0)
+        self.parent = parent, start_time(parent)
+        """The rank's launcher: its process id and start time."""
         self.silent, self.allowed = 0, float("inf")
         self.ending = False
         self.facts: Facts = {}
         self._held = (0, 0, 0)
         """Bytes of the rank, bytes of its loader processes and their number, when they were seen last."""
         self._incomplete_line = b""
-
-    def _find_parent(self) -> tuple[int, str]:
-        """Returns the process id and start time of the rank's parent, its launcher."""
-        with suppress(OSError, IndexError):
-            pid = int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[1])
-            return pid, start_time(pid)
-        return 0, ""
 
     def read(self, data: bytes) -> None:
         """Reads lines that the rank has written to the warden's standard input."""
@@ -463,6 +461,41 @@ def add_stop(life: Path, pid: int, line: str) -> bool:
             return False
         file.write(f"{line}\n".encode())
         return True
+
+
+class WardenProcess:
+    """Represents the warden in its rank, as a child process. Does nothing where it could not be started or has ended."""
+
+    def __init__(self, pid: int, began: str, dump: str, name: str, launcher: str) -> None:
+        words = [sys.executable, "-I", "-S", __file__, str(pid), began, dump, name, launcher]
+        self._process: subprocess.Popen[bytes] | None = None
+        with suppress(OSError):
+            self._process = subprocess.Popen(words, stdin=subprocess.PIPE)
+
+    def _write_line(self, line: str) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.write(f"{line}\n".encode())
+                self._process.stdin.flush()
+
+    def send(self, **facts: object) -> None:
+        """Sends facts that the warden needs to report or record the end of this rank, such as the path of a file."""
+        self._write_line(json.dumps(facts))
+
+    def allow_silence(self, seconds: float) -> None:
+        """Restarts the countdown after which the warden kills this rank."""
+        self._write_line(f"{seconds:g}")
+
+    def announce_exit(self) -> None:
+        """Announces that this process is about to exit and reports the reason itself."""
+        self._write_line("end")
+
+    def stop(self, seconds: float) -> None:
+        """Ends the warden, and waits for that. This process continues without it."""
+        self.announce_exit()
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired, OSError):
+                self._process.communicate(timeout=seconds)
 
 
 def main(pid: int, began: str, dump: str, name: str, launcher: str) -> None:

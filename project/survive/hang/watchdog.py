@@ -28,16 +28,15 @@ from project.cluster.place import host
 from project.errors import Cause, UserError
 from project.launch import early_start
 from project.launch.agent import agent
+from project.launch.orphans import describe_launcher
 from project.survive import failure
 from project.survive.abort import exit_on_abort
+from project.survive.failure import LOST_RANKS
 from project.survive.hang import flights, stacks, verdict
-from project.survive.hang.beside import WardenProcess
 from project.survive.hang.heartbeats import Channel, Flight, Heartbeat, Member, heartbeat_from_dict, machine_id
-from project.survive.hang.leaving import RankContext
-from project.survive.hang.told import exit_after_loss, exit_due
+from project.survive.hang.leaving import RankContext, exit_after_loss
 from project.survive.hang.verdict import RankAtFault, Verdict
-from project.survive.hang.warden import start_time
-from project.survive.news import LOST_RANKS
+from project.survive.hang.warden import WardenProcess, start_time
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +81,8 @@ class Watchdog(Callback):
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._channel: Channel | None = None
-        self._folder: Path | None = None
+        self.folder: Path | None = None
+        """The run's, which rank 0 has named; None before the ranks are connected."""
         self._dump: tuple[IO[bytes] | None, str] = (None, "")
         self.life: Path | None = None
         """The run's file of starts and stops (life.jsonl); set by the CLI."""
@@ -147,7 +147,7 @@ class Watchdog(Callback):
         if not self.at_least or self._thread is not None:
             return
         self._trainer = trainer
-        self._folder = self._channel = None
+        self.folder = self._channel = None
         self._heartbeats.clear()
         self._stopping.clear()
         self._progress = ("start-up", time.monotonic(), (0, 0, 0))
@@ -157,7 +157,9 @@ class Watchdog(Callback):
             self._dump = stacks.open_dump()
         if trainer.world_size > 1:
             exit_on_abort()
-        self._warden = WardenProcess(self._own_member())
+        me = self._own_member()
+        name, launcher = f"rank {me.rank} on {me.host}", describe_launcher(me.host)
+        self._warden = WardenProcess(me.pid, me.started, me.dump, name, launcher)
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -166,7 +168,7 @@ class Watchdog(Callback):
             return
         self._begin_phase("start-up")
         if trainer.world_size == 1 or not dist.is_initialized():
-            self._folder = Path(trainer.default_root_dir)
+            self.folder = Path(trainer.default_root_dir)
             self._send_life_file()
             return
         channel = Channel(own_address())
@@ -175,20 +177,15 @@ class Watchdog(Callback):
         dist.all_gather_object(gathered, own)
         members, (_, secret, folder) = [member for member, _, _ in gathered], gathered[0]
         channel.set_members(members, secret)
-        self._folder = Path(folder)
+        self.folder = Path(folder)
         self._rank_0_answered = now = time.monotonic()
         self._heartbeats = {member.rank: (now, self._heartbeat()) for member in members}
         others = [member.address for member in members if member.rank != self._rank]
         assert self._warden is not None
-        file = f"{self._folder}/hang-rank{self._rank}.txt"
+        file = f"{self.folder}/hang-rank{self._rank}.txt"
         self._warden.send(rank=self._rank, secret=channel.secret, addresses=others, file=file)
         self._send_life_file()
         self._channel = channel
-
-    @property
-    def folder(self) -> Path | None:
-        """Returns the run's folder, which rank 0 has named; None before the ranks are connected."""
-        return self._folder
 
     def _send_life_file(self) -> None:
         """Sends the warden of rank 0 the file in which it records how the run ended, if the rank can't."""
@@ -253,7 +250,7 @@ class Watchdog(Callback):
             beat = self._heartbeat()
             agent().look()
             saved = checkpoints_of(self._trainer)
-            if exit_due(saved is not None and saved.writing) and not self._stopping.is_set():
+            if LOST_RANKS.exit_due(saved is not None and saved.writing) and not self._stopping.is_set():
                 exit_after_loss(self._context(), self._warden)
             if self._warden is not None:
                 self._warden.send(step=beat.step)
@@ -303,35 +300,35 @@ class Watchdog(Callback):
 
     def _handle_messages(self, seconds: float) -> None:
         """Receives and handles messages for so many seconds, or until a verdict arrives."""
-        if self._channel is None:
+        if (channel := self._channel) is None:
             self._stopping.wait(seconds)
             return
-        for message in self._channel.receive(seconds):
-            if message["kind"] == "beat":
-                self._heartbeats[message["rank"]] = time.monotonic(), heartbeat_from_dict(message["beat"])
-                if message["asking"]:
-                    self._channel.send(message["rank"], "here")
-            elif message["kind"] == "here":
-                self._rank_0_answered = time.monotonic()
-            elif message["kind"] == "testify":
-                self._channel.send(0, "testimony", guilty=self._own_report(self._heartbeat()).to_dict())
-            elif message["kind"] == "testimony":
-                report = verdict.rank_at_fault_from_dict(message["guilty"])
-                self._reports[report.rank] = report
-            elif message["kind"] == "fill" and self._channel is not None:
-                self._channel.send_padded(0, "filled", message["size"], rank=self._rank)
-            elif message["kind"] == "filled":
-                self._reached.add(message["rank"])
-            elif message["kind"] == "died":
-                self._take_launched_ranks()
-                LOST_RANKS.note_death(message["rank"], message["text"])
-            elif message["kind"] == "fails":
-                self._take_launched_ranks()
-                cause = Cause(message["text"], message["where"], message["traceback"])
-                LOST_RANKS.note_failure(message["rank"], cause)
-            elif message["kind"] == "hang":
-                self._verdict = verdict.verdict_from_dict(message["verdict"])
-                return
+        for message in channel.receive(seconds):
+            match message["kind"]:
+                case "beat":
+                    self._heartbeats[message["rank"]] = time.monotonic(), heartbeat_from_dict(message["beat"])
+                    if message["asking"]:
+                        channel.send(message["rank"], "here")
+                case "here":
+                    self._rank_0_answered = time.monotonic()
+                case "testify":
+                    channel.send(0, "testimony", guilty=asdict(self._own_report(self._heartbeat())))
+                case "testimony":
+                    report = verdict.rank_at_fault_from_dict(message["guilty"])
+                    self._reports[report.rank] = report
+                case "fill":
+                    channel.send_padded(0, "filled", message["size"], rank=self._rank)
+                case "filled":
+                    self._reached.add(message["rank"])
+                case "died":
+                    self._take_launched_ranks()
+                    LOST_RANKS.note_death(message["rank"], message["text"])
+                case "fails":
+                    self._take_launched_ranks()
+                    LOST_RANKS.note_failure(message["rank"], Cause(message["text"], message["where"], message["traceback"]))
+                case "hang":
+                    self._verdict = verdict.verdict_from_dict(message["verdict"])
+                    return
 
     def _take_launched_ranks(self) -> None:
         """Takes the launched ranks from Lightning, which looks at them every 5 s and, where one has failed, kills this one with
@@ -357,7 +354,9 @@ class Watchdog(Callback):
             return
         if silent or all(self._heartbeats[rank][1].is_stuck for rank in behind):
             network = "" if silent else self._find_lost_packets()
-            at_fault = [self._silent_rank(rank, now) for rank in silent] or self._request_stacks(behind)
+            last = {rank: self._heartbeats[rank] for rank in silent}
+            unheard = [RankAtFault(rank, self._members[rank].host, beat, now - then) for rank, (then, beat) in last.items()]
+            at_fault = unheard or self._request_stacks(behind)
             others = [
                 (self._members[rank], beat) for rank, (_, beat) in self._heartbeats.items() if rank not in (silent or behind)
             ]
@@ -382,11 +381,6 @@ class Watchdog(Callback):
             return ""
         hosts = ", ".join(missing[rank] for rank in sorted(missing)[: verdict.SHOWN])
         return f"Packets of {size:,} bytes get lost between {self._members[0].host} and {hosts}, and short ones do not"
-
-    def _silent_rank(self, rank: int, now: float) -> RankAtFault:
-        """Returns the description of a rank that sends no messages, from its last heartbeat."""
-        then, beat = self._heartbeats[rank]
-        return RankAtFault(rank, self._members[rank].host, beat, now - then)
 
     def _request_stacks(self, ranks: list[int]) -> list[RankAtFault]:
         """Requests the stacks of the first ranks at fault, waits for the answers, and returns the descriptions of all."""
@@ -431,7 +425,7 @@ class Watchdog(Callback):
 
     def _context(self) -> RankContext:
         me = self._own_member()
-        return RankContext(self._members or [me], me, self._heartbeat(), self._folder, self._trainer.local_rank)
+        return RankContext(self._members or [me], me, self._heartbeat(), self.folder, self._trainer.local_rank)
 
     def _send_to_all(self, kind: str, skip: Iterable[int] = (), **content: object) -> None:
         """Sends a message to all other ranks but `skip`, three times: a datagram may get lost."""

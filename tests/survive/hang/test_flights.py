@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +48,7 @@ class Net:
 
     def receive(self, seconds: float) -> Iterator[dict[str, Any]]:
         for rank in self._asked:
-            yield {"kind": "testimony", "guilty": RankAtFault(rank, f"h{rank}", self._beats[rank]).to_dict()}
+            yield {"kind": "testimony", "guilty": asdict(RankAtFault(rank, f"h{rank}", self._beats[rank]))}
         self._asked.clear()
 
 

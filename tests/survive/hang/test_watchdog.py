@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from project.errors import TRY_AGAIN
 from project.survive.hang import warden
-from project.survive.hang.verdict import EXIT_CODE
 from project.survive.hang.warden import start_time
 from project.watch.history import read_history
 from tests.cluster.machine import descendants, wait_until
@@ -142,7 +142,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 Runs = dict[str, "Future[Ended]"]
 
 
-def assert_named(ended: Ended, rank: int, phase: str, function: str, code: int = EXIT_CODE) -> None:
+def assert_named(ended: Ended, rank: int, phase: str, function: str, code: int = TRY_AGAIN) -> None:
     """One message that names the rank, its host, since when, the phase and the function; the ranks' files; nobody left."""
     assert ended.code == code, ended.output
     assert ended.output.count("The run hangs: ") == 1

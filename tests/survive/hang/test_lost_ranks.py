@@ -1,33 +1,29 @@
 """When a rank that was told of another's end has waited long enough for its main thread."""
 
 import time
-from typing import Any
 
 import pytest
 
-from project.survive.hang import told
-from project.survive.news import LostRanks
+from project.survive.failure import LostRanks
 
 
 @pytest.fixture
-def news(monkeypatch: pytest.MonkeyPatch) -> Any:
-    found = LostRanks()
-    monkeypatch.setattr(told, "LOST_RANKS", found)
-    return found
+def news() -> LostRanks:
+    return LostRanks()
 
 
 def test_who_was_told_nothing_goes_on(news: LostRanks) -> None:
-    assert not told.exit_due(writing=False)
+    assert not news.exit_due(writing=False)
 
 
 def test_the_main_thread_may_notice_by_itself_and_a_checkpoint_has_longer(news: LostRanks) -> None:
     news.note_failure(1, "rank 1 on h1 has failed: KeyError: 'broken'")
-    assert not told.exit_due(writing=False)
+    assert not news.exit_due(writing=False)
     news.since = time.monotonic() - 5
-    assert told.exit_due(writing=False)
-    assert not told.exit_due(writing=True)
+    assert news.exit_due(writing=False)
+    assert not news.exit_due(writing=True)
     news.since = time.monotonic() - 61
-    assert told.exit_due(writing=True)
+    assert news.exit_due(writing=True)
 
 
 def test_an_error_would_come_again_and_a_rank_that_was_killed_need_not(news: LostRanks) -> None:
@@ -51,4 +47,4 @@ def test_another_run_in_this_process_begins_with_no_news(news: LostRanks) -> Non
     news.clear()
     assert news.exit_code == 1
     assert not news.wait(0)
-    assert not told.exit_due(writing=False)
+    assert not news.exit_due(writing=False)
