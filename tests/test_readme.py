@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from project.survive.hang.verdict import EXIT_CODE
+from project.errors import TRY_AGAIN
 from project.survive.signals import EXIT_CODES
 from tests.conftest import PATIENCE, ROOT, TINY, environment
 from tests.survive.test_resume import faults
@@ -162,7 +162,7 @@ def test_exit_codes_are_those_of_the_page_about_signals():
     (row,) = re.findall(r"^\| Ctrl-C .*\| (.*) \|$", PAGES["docs/signals.md"], re.MULTILINE)
     names = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     assert [int(code) for code in row.split(", ")] == [EXIT_CODES[name] for name in names]
-    assert f"| {EXIT_CODE} |" in PAGES["docs/signals.md"]
+    assert f"| {TRY_AGAIN} |" in PAGES["docs/signals.md"]
 
 
 def test_the_environment_on_the_page_about_machines_is_what_the_script_reads():

@@ -1,10 +1,12 @@
 """What each launcher's environment says, and what can't work."""
 
-from datetime import timedelta
+import os
+from datetime import datetime
 
 import pytest
 
-from project.launch import torchrun
+from project.cluster.place import process_started
+from project.launch import launcher
 from project.launch.launcher import LaunchError, detect
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2", "RANK": "5"}
@@ -66,9 +68,9 @@ def test_workers_that_are_started_again_keep_their_run_when_the_clock_was_set(tm
         {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", "RANK": "0", "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
         for folder in attempts
     )
-    name, began = detect(first).name, torchrun._parent_started()
-    monkeypatch.setattr(torchrun, "_parent_started", lambda: began + timedelta(hours=1))
-    assert name == f"{began:%Y%m%d-%H%M%S}"
+    name, began = detect(first).name, process_started(os.getppid())
+    monkeypatch.setattr(launcher, "process_started", lambda pid: began + 3600)
+    assert name == f"{datetime.fromtimestamp(began):%Y%m%d-%H%M%S}"
     assert detect(again).name == name
 
 

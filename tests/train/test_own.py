@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from project.survive.hang.verdict import EXIT_CODE
+from project.errors import TRY_AGAIN
 from tests.conftest import forked
 from tests.own import write_texts
 from tests.survive.test_resume import curves, faults, same
@@ -171,7 +171,7 @@ def test_a_gpt_whose_loss_is_not_finite_stops_before_that_step(folders):
 def test_a_gpt_that_hangs_is_ended(folders):
     stuck = json.dumps([{"class_path": "tests.probes.Stuck", "init_args": {"rank": 1, "step": 6}}])
     done = forked(folders("it"), *MODULES["gpt"], f"--trainer.callbacks={stuck}", "--watchdog.at_least=5", ranks=2)
-    assert done.code == EXIT_CODE, done.output
+    assert done.code == TRY_AGAIN, done.output
     assert "The run hangs: rank 1 on " in done.output
 
 
