@@ -237,7 +237,7 @@ def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
                 why = None if entry["why"] is None else as_text(entry["why"])
                 end_step = life.step if step is None else as_count(step)  # None: from a warden, which knows no steps
                 life.end, life.state, life.why, life.end_step = time, entry["state"], why, end_step
-                life.cut_off = step is None
+                life.cut_off = step is None or life.state == "killed"  # a warden's step is up to a second old
                 life.where, life.traceback = as_text(entry.get("where", "")), as_text(entry.get("traceback", ""), _TRACEBACK)
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # half a line, which a kill or a full disk has left; or somebody else's
