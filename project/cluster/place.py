@@ -50,11 +50,20 @@ def shared_memory() -> str:
 
 
 def process_started(pid: int) -> float:
-    """Returns when a process was started, in seconds since 1970; 0 where the system does not tell."""
+    """Returns when a process was started, in seconds since 1970, to a second: the same whoever asks."""
+    return float(field(Path("/proc/stat"), "btime")) + _started_after_boot(pid)
+
+
+def process_age(pid: int) -> float:
+    """Returns the seconds since a process was started; 0 where the system does not tell."""
     with suppress(OSError):
-        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-        return float(field(Path("/proc/stat"), "btime")) + ticks / os.sysconf("SC_CLK_TCK")
+        return float(Path("/proc/uptime").read_text().split()[0]) - _started_after_boot(pid)
     return 0.0
+
+
+def _started_after_boot(pid: int) -> float:
+    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def image(environment: Mapping[str, str] = os.environ) -> str:

@@ -24,7 +24,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project import __version__
 from project.cluster import code
-from project.cluster.place import image, process_started
+from project.cluster.place import image, process_age
 from project.errors import Cause
 from project.masking import masked_command
 from project.step.monitored import monitored_setting
@@ -67,7 +67,7 @@ class Life(Callback):
             trainer,
             "start",
             pid=os.getpid(),
-            began=round(process_started(os.getpid()), 3),
+            began=round(time.time() - process_age(os.getpid()), 3),
             user=_user(),
             command=masked_command(["python", *sys.orig_argv[1:]])[:_COMMAND],
             changed=self._changed() if trainer.is_global_zero and self._changed else None,
