@@ -205,7 +205,7 @@ def report_error(
     host: str,
     children: Sequence[Popen[bytes]] = (),
     folder: Path | None = None,
-    step: int = 0,
+    at: str = "",
 ) -> int:
     """Reports the error that ends this process, and returns its exit code.
 
@@ -215,7 +215,7 @@ def report_error(
         host: this host.
         children: the ranks that this one launched.
         folder: the run's folder, where it is known.
-        step: the steps that the run has done.
+        at: how far the run has come, as the end of a sentence.
     """
     if EXITING.is_set():
         threading.Event().wait()  # the watchdog's thread ends this process
@@ -238,7 +238,7 @@ def report_error(
     text = message(error, folder)
     if which == "crash" and folder is not None:
         resumes = resumption(folder, changed=isinstance(error, torch.OutOfMemoryError))
-        text += f"\nThe run has ended after step {step}. {resumes}"
+        text += f"\nThe run has ended {at}. {resumes}"
     if which == "crash" and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         # torchrun has the last word, and prints what it finds here; its own 'host' is often localhost.
         report = f"rank {rank}, {host}: {text}"
