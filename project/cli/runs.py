@@ -48,8 +48,8 @@ _DISPOSABLE = (
     *("notified.json", "report.html", "summary.json", "checkpoints"),
 )
 """The files of a run that has trained nothing; a folder with others in it holds a result."""
-_OF_READERS = (".lock", "log.txt", "report.html", "summary.json")
-"""Files that are written, too, where a run is only read, or refused."""
+_OF_READERS = (".lock", "report.html", "summary.json")
+"""Files that are written, too, where a run is only read."""
 _LAST = 1 << 16  # bytes, in which the last line of a file is
 _STEP = re.compile(r'"step":\s?(\d{1,16})\b')
 

@@ -238,14 +238,14 @@ def report_error(
     text = message(error, folder)
     if which == "crash" and folder is not None:
         resumes = resumption(folder, changed=isinstance(error, torch.OutOfMemoryError))
-        text += f"\nThe run has ended {at}. {resumes}"
+        text = f"The run has ended {at}. {resumes}\n{text}"
     if which == "crash" and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         # torchrun has the last word, and prints what it finds here; its own 'host' is often localhost.
         report = f"rank {rank}, {host}: {text}"
         message_of_rank = {"message": report, "extraInfo": {"py_callstack": report, "timestamp": str(int(time.time()))}}
         Path(file).write_text(json.dumps({"message": message_of_rank}))
         text = f"{type(error).__name__}: {error} (torchrun prints the traceback)"
-    elif which == "crash":
+    elif which == "crash" and folder is None:
         text = f"\n{text}"
     log.error(text, extra={WHOLE: f"\n{Folded(error).whole}"} if which == "crash" else None)
     for child in children:
