@@ -280,13 +280,14 @@ def test_what_mends_the_cause_stands_below_it(copied):
         checkpoint.unlink()
     text = ended(folder, "failed", why="The run hangs: rank 1.")
     box = text[text.index("Why it ended") : text.index("The end of its log")]
-    assert '<strong>The run hangs: rank 1.</strong></p>\n<p class="hint">see what it reads.</p>' in box
+    assert '<strong>The run hangs: rank 1.</strong></p>\n<p class="hint">HINT: see what it reads.</p>' in box
     assert re.search(r"<p>\d+ steps were done; there is no checkpoint\.</p>", box)
     assert re.findall('href="(.*?)"', box) == ["hang-rank0.txt", "hang-rank1.txt"]
-    assert '<p class="hint">sleep.</p>' in ended(folder, "failed", why="Too tired. HINT: sleep.")
+    assert '<p class="hint">HINT: sleep.</p>' in ended(folder, "failed", why="Too tired. HINT: sleep.")
     text = ended(folder, "failed", why="out of luck")
     assert 'class="hint"' not in text
     assert "errors in its log" not in text
+    assert re.search("At least [0-9,]+ steps were done", ended(folder, "failed", step=None, why="lost"))
     assert '<p class="errors"><a href="#warnings">2 errors in its log</a></p>' in ended(folder, "finished", why=None)
 
 
