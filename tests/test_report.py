@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from html import unescape
+from itertools import pairwise
 from statistics import median
 from urllib.parse import unquote
 
@@ -19,10 +20,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from project.watch.charts import COLOURS, Chart, Line
 from project.watch.dashboard import _LAYOUT
-from project.watch.figures import scaling
+from project.watch.figures import Axis, axis, metrics, scaling, sweep
 from project.watch.goodput import Goodput, goodput
 from project.watch.history import PHASES, History, Life, read_history
-from project.watch.report import page
+from project.watch.report import page, shares_of_a_step
 from project.watch.side_by_side import compared, differences
 from tests.conftest import ROOT, TINY, forked
 from tests.survive.test_nonfinite import words
@@ -85,7 +86,8 @@ def test_the_page_needs_nothing_else_and_shows_it_all(place):
     text = (folder / "report.html").read_text()
     links = re.findall(r"""(src|href)\s*=\s*["']?([^"' >]*)""", re.sub("(?s)<script>.*</script>", "", text))
     assert all(link.startswith("data:image/png;base64,") for kind, link in links if kind == "src")
-    files = [unquote(link) for kind, link in links if kind == "href"]
+    files = [unquote(link) for kind, link in links if kind == "href" and not link.startswith("#")]
+    assert all(f'id="{link[1:]}"' in text for kind, link in links if link.startswith("#"))
     assert {"log.txt", "config.yaml"} < {*files}
     assert all((folder / link).exists() for link in files), files
     assert not re.findall("url\\(|@import", text)
@@ -199,7 +201,12 @@ def test_a_run_that_ends_in_a_hot_loss_says_so(tmp_path):
 def test_several_runs_side_by_side(place):
     done = report(place, "it", "other")
     assert done.returncode == 0, done.stderr
-    assert "Side by side" in done.stdout
+    *lines, last = done.stdout.splitlines()
+    assert last == "Side by side: lightning_logs/compared.html"
+    found = [re.fullmatch(r"(it|other) +finished  step \d+  best val/acc +([\d.]+) at step \d+", line) for line in lines]
+    assert len(found) == 2, lines
+    assert all(found), lines
+    assert float(found[0][2]) >= float(found[1][2]), "the best comes first"
     text = unescape((place / "lightning_logs/compared.html").read_text().replace("<wbr>", ""))
     assert "1, then 2, then 3" in text
     assert 'href="other/report.html"' in text
@@ -233,6 +240,100 @@ def test_runs_of_a_sweep_have_every_metric_and_a_line_on_parallel_axes(place):
     assert len(re.findall(r'<path data-run="\d+" stroke="(#\w+)"', text)) == len({*COLOURS[:12]}) == 12
     ticks = re.findall(r'<text class="tick"[^>]*>(.*?)</text>', text)
     assert {"1e-11", "1", "&lt;b&gt;", "null"} <= {*ticks}
+
+
+def ended(folder, state, **more):
+    """Returns the page of a run in another folder, which has ended so."""
+    *lines, last = [json.loads(line) for line in (folder / "life.jsonl").read_text().splitlines()]
+    lines.append({**last, "state": state, **more})
+    (folder / "life.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return unescape(page(read_history(folder, folder.name)))
+
+
+def test_a_run_elsewhere_goes_on_by_its_path_and_a_failed_one_after_its_cause_is_mended(place, tmp_path, monkeypatch):
+    here = tmp_path / "with a space"
+    folder = here / "lightning_logs/it"
+    shutil.copytree(place / "lightning_logs/it", folder)
+    text = ended(folder, "finished")
+    assert f"--config '{folder}/config.yaml' --run '{folder}'\n" in text
+    assert f'torch.load("{folder}/checkpoints/step-' in text
+    assert "<h2>Go on with it</h2>" in text
+    monkeypatch.chdir(here)
+    assert "--config lightning_logs/it/config.yaml --run it\n" in ended(folder, "finished")
+    assert "<h2>When the cause is mended, go on with it</h2>" in ended(folder, "failed", why="out of luck")
+    diverged = read_history(folder, "it")
+    diverged.lives[-1].state = "finished"
+    diverged.curves["train/loss"][-1] = diverged.curves["train/loss"][-1]._replace(value=float("nan"))
+    assert "<h2>When the cause is mended, go on with it</h2>" in page(diverged)
+
+
+def test_what_mends_the_cause_stands_below_it(copied):
+    folder, _ = copied
+    (folder / "log.txt").write_text(
+        "2026-01-01 10:00:00,123 ERROR   The disk is full. HINT: make room.\n"
+        "2026-01-01 10:00:01,123 ERROR   [rank 0, h1] The run hangs: rank 1.\nstacks\nAll end. HINT: see what it reads.\n"
+        "2026-01-01 10:00:02,123 WARNING The run hangs: rank 1. HINT: buy another one.\n"
+    )
+    for name in ("hang-rank1.txt", "hang-rank0.txt", "hang-rank<b>.txt"):
+        (folder / name).touch()
+    for checkpoint in folder.glob("checkpoints/*"):
+        checkpoint.unlink()
+    text = ended(folder, "failed", why="The run hangs: rank 1.")
+    box = text[text.index("Why it ended") : text.index("The end of its log")]
+    assert '<strong>The run hangs: rank 1.</strong></p>\n<p class="hint">HINT: see what it reads.</p>' in box
+    assert re.search(r"<p>\d+ steps were done; there is no checkpoint\.</p>", box)
+    assert re.findall('href="(.*?)"', box) == ["hang-rank0.txt", "hang-rank1.txt"]
+    assert '<p class="hint">HINT: sleep.</p>' in ended(folder, "failed", why="Too tired. HINT: sleep.")
+    text = ended(folder, "failed", why="out of luck")
+    assert 'class="hint"' not in text
+    assert "errors in its log" not in text
+    assert re.search("At least [0-9,]+ steps were done", ended(folder, "failed", step=None, why="lost"))
+    assert '<p class="errors"><a href="#warnings">2 errors in its log</a></p>' in ended(folder, "finished", why=None)
+
+
+def test_the_shares_of_a_step_add_up_to_one(place):
+    history = read_history(place / "lightning_logs/it", "it")
+    for tag, value in (("speed/forward", 0.4), ("speed/backward", 0.3), ("speed/rest", 0.01)):
+        history.curves[tag] = [point._replace(value=value) for point in history.curves["speed/rest"]]
+    parts = shares_of_a_step(history)
+    assert sum(parts.values()) == pytest.approx(1)
+    assert parts["forward"] == 0.4
+    assert parts["rest"] > 0.01
+    history.curves["speed/backward"] = [point._replace(value=0.9) for point in history.curves["speed/rest"]]
+    assert sum(shares_of_a_step(history).values()) == pytest.approx(1, abs=5e-3)
+    for tag in PHASES:
+        history.curves.pop(f"speed/{tag}", None)
+    assert shares_of_a_step(history) == {}
+
+
+def test_axes_of_a_sweep_are_sorted_spread_and_labelled_so_that_they_can_be_read():
+    lists = axis("widths", [[16, 32], [8, 16], None, [32, 64]])
+    assert [text for _, text in lists.ticks] == ["[8, 16]", "[16, 32]", "[32, 64]", "null"]
+    spread = axis("decay", [0, 1e-4, 1e-3, 1e-2])
+    gaps = [after - before for before, after in pairwise(spread.places)]
+    assert spread.places[0] == 0
+    assert gaps[1] == pytest.approx(gaps[2])
+    assert 0 < gaps[0] < gaps[1]
+    assert axis("near", [1, 2, 30]).places[1] == pytest.approx(1 / 29), "not logarithmic"
+    assert axis("far", [1, 10, 100]).places[1] == pytest.approx(0.5)
+    assert axis("signed", [-1, 0, 100]).places == pytest.approx([0, 1 / 101, 1])
+    ticks = axis("close", [1, 1.001, 1.5, 1.501, 1.999, 2]).ticks
+    assert [text for _, text in ticks] == ["1", "1.5", "2"]
+
+
+def test_the_metric_by_which_runs_are_judged_comes_first(place):
+    histories = [read_history(place / "lightning_logs/other", f"run-{number}") for number in range(3)]
+    for number, history in enumerate(histories):
+        history.config["model"]["optimizer"]["init_args"]["lr"] = 10.0**-number
+    assert metrics(histories)[0] == histories[0].monitored[0] == "val/acc"
+    assert sweep(histories, differences(histories))[-1]._replace(places=[], ticks=[]) == Axis(
+        "best val/acc", [], [], "higher is better"
+    )
+    for history in histories:
+        history.lives[-1].known.update(monitor="val/loss", mode="min")
+        history.__dict__.pop("monitored", None)
+    assert metrics(histories)[0] == "val/loss"
+    assert sweep(histories, differences(histories))[-1].note == "lower is better"
 
 
 def contrast(colour, other):
@@ -547,7 +648,7 @@ def test_a_page_is_light_on_paper_and_fits_a_phone(failed, browser):
 
 @pytest.mark.slow
 def test_runs_side_by_side_are_sorted_hidden_and_pointed_at(place, browser, tmp_path):
-    from selenium.webdriver import ActionChains
+    from selenium.webdriver import ActionChains, Keys
 
     histories = []
     for number in range(12):
@@ -565,12 +666,56 @@ def test_runs_side_by_side_are_sorted_hidden_and_pointed_at(place, browser, tmp_
 
     (heading,) = [button for button in browser.find_elements("css selector", "th button") if button.text == "val/acc, best"]
     heading.click()
-    assert order() == sorted(range(12), key=lambda number: number * 5 % 12)
+    assert order() == sorted(range(12), key=lambda number: -(number * 5 % 12)), "the best first"
     heading.click()
-    assert order() == sorted(range(12), key=lambda number: -(number * 5 % 12))
+    assert order() == sorted(range(12), key=lambda number: number * 5 % 12)
+    (heading,) = [button for button in browser.find_elements("css selector", "th button") if button.text == "run"]
+    heading.click()
+    assert order() == [*range(12)]
     row = browser.find_elements("css selector", "tr[data-run]")[0]
     ActionChains(browser).move_to_element(row).perform()
     assert len(browser.find_elements("css selector", ".parallel path.focused")) == 1
     row.find_element("css selector", "input").click()
     assert len(browser.find_elements("css selector", ".parallel path.off")) == 1
     assert browser.execute_script("return charts.every(({plot}) => plot.series.filter(({show}) => !show).length === 1)")
+
+    faded = "return charts.filter(({plot}) => plot.series.some(({alpha}) => alpha < 1)).length"
+    assert browser.execute_script(faded) == 0, "for a hidden run nothing fades"
+    assert len(browser.find_elements("css selector", ".runs-legend .off")) == 1
+    assert len(browser.find_elements("css selector", ".parallel.some")) == 0
+    row = browser.find_elements("css selector", "tr[data-run]")[1]
+    ActionChains(browser).move_to_element(row).perform()
+    assert browser.execute_script(faded) == len(browser.find_elements("css selector", "figure"))
+    ActionChains(browser).move_to_element(browser.find_element("css selector", "h1")).perform()
+    assert browser.execute_script(faded) == 0
+    browser.find_element("css selector", ".plot").send_keys(Keys.ARROW_RIGHT)
+    browser.execute_script("document.activeElement.blur()")
+    assert browser.execute_script(faded) == 0
+
+    browser.set_window_size(700, 500)
+    try:
+        sides = browser.execute_script(
+            "const box = document.querySelector('.wide'), [table] = box.children; box.scrollTo(300, 300);"
+            "const head = table.tHead.rows[0].cells, row = table.tBodies[0].rows[8].cells, edge = box.getBoundingClientRect();"
+            "const [left, top] = ['left', 'top'].map(side => cell => cell.getBoundingClientRect()[side] - edge[side]);"
+            "return [box.scrollLeft, box.scrollTop, ...[head[0], row[0]].map(left), ...[head[0], head[3]].map(top)]"
+        )
+        assert min(sides[:2]) > 100, "scrolled both ways"
+        assert sides[2:] == pytest.approx([0] * 4, abs=1), "and still there"
+    finally:
+        browser.set_window_size(1400, 1600)
+
+
+@pytest.mark.slow
+def test_the_labels_of_large_numbers_have_room(place, browser, tmp_path):
+    history = read_history(place / "lightning_logs/it", "it")
+    history.curves["train/loss"] = [point._replace(value=1e5 * point.step) for point in history.curves["train/loss"]]
+    file = tmp_path / "report.html"
+    file.write_text(page(history))
+    drawn(browser, file)
+    sizes = browser.execute_script(
+        "const [{plot}] = charts, [, {_size, _values, ticks, gap, font}] = plot.axes; plot.ctx.font = font[0];"
+        "const widths = _values.map(text => plot.ctx.measureText(text).width);"
+        "return [_size, ticks.size + gap + Math.max(...widths) / devicePixelRatio]"
+    )
+    assert sizes[0] >= sizes[1] > 56

@@ -10,7 +10,8 @@ from project.cli.reading import run_parser
 from project.config_files import RUNS, run_folder
 from project.errors import UserError
 from project.untrusted import printable, write_text
-from project.watch.history import FILE, held, read_history
+from project.watch.charts import number
+from project.watch.history import FILE, History, held, read_history
 from project.watch.report import PAGE, SUMMARY, facts, refuse_nothing, write
 from project.watch.side_by_side import compared
 
@@ -27,17 +28,39 @@ def main(words: Sequence[str]) -> int:
     return _write(list(dict.fromkeys(given.run)), given.out)
 
 
+def _lines(histories: Sequence[History]) -> list[str]:
+    """Returns a line for each run, the best first by the metric that it is judged by; runs without any come last."""
+
+    def order(history: History) -> tuple[bool, str, float]:
+        if not (history.monitored and history.best):
+            return True, "", 0.0
+        tag, mode = history.monitored
+        return False, tag, -history.best.value if mode == "max" else history.best.value
+
+    rows = []
+    for history in sorted(histories, key=order):
+        last = ""
+        if history.monitored and history.best:
+            last = f"best {history.monitored[0]} {number(history.best.value)} at step {history.best.step:,}"
+        rows.append((history.name, history.badge, f"step {history.step:,}", last))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 def _write(names: Sequence[str], out: Path | None) -> int:
     histories = []
     for folder in (run_folder(name, FILE) for name in names):
         histories.append(read_history(folder, folder.absolute().name, in_training=held(folder / ".lock")))
         refuse_nothing(histories[-1])
     try:
-        for history in histories:
-            print(printable(f"{history.name}: {write(history)}"))
-            for name, text in facts(history).items():
+        pages = [write(history) for history in histories]
+        if len(histories) == 1:
+            print(printable(f"{histories[0].name}: {pages[0]}"))
+            for name, text in facts(histories[0]).items():
                 if text:
                     print(printable(f"  {name:18} {text}"))
+        else:
+            print(printable("\n".join(_lines(histories))))
         if len(histories) > 1:
             places = {history.folder.parent for history in histories}
             place = out or (places.pop() if len(places) == 1 else Path(RUNS)) / "compared.html"

@@ -18,16 +18,25 @@ _HIGHER = re.compile(
 _CHOSEN_BY = ("optimizer", "lr_scheduler", "lr_scaling", "lr_reference_batch", "label_smoothing")
 """The keys of a model that do not change how much it computes."""
 _AXES, _CHOICES, _LABEL = 8, 12, 20  # settings of a sweep, texts on an axis, and characters of one
+_WIDE = 30  # between the smallest and the largest positive number of a logarithmic axis, at least this factor
+_PLACE_OF_ZERO, _APART = 0.12, 0.055  # shares of an axis: below its smallest positive number, and between two labels
 _LARGEST = 1e300  # an integer of a YAML may be larger than any float
 
 
 def direction(tag: str, history: History) -> str | None:
     """Returns 'min' or 'max', whichever is better for a metric; None where neither its name nor the run tells."""
+    if history.monitored and history.monitored[0] == tag:
+        return history.monitored[1]
     known = history.lives[-1].known if history.lives else {}
     for place in (known, history.config.get("checkpoints")):
         if isinstance(place, Mapping) and place.get("monitor") == tag and place.get("mode") in ("min", "max"):
             return str(place["mode"])
     return "min" if _LOWER.search(tag) else "max" if _HIGHER.search(tag) else None
+
+
+def common_direction(tag: str, histories: Sequence[History]) -> str | None:
+    """Returns 'min' or 'max', whichever is better for a metric of several runs; None where nothing tells."""
+    return next((better for history in histories if (better := direction(tag, history))), None)
 
 
 def best(history: History, tag: str) -> Point | None:
@@ -38,9 +47,14 @@ def best(history: History, tag: str) -> Point | None:
 
 
 def metrics(histories: Sequence[History]) -> list[str]:
-    """Returns what any of the runs' modules have logged: first what was validated."""
+    """Returns what any of the runs' modules have logged: first what the runs are judged by, then what was validated."""
     tags = dict.fromkeys(tag for history in histories for tag in history.curves if of_the_module(tag))
-    return sorted(tags, key=lambda tag: (not tag.startswith(("val", "test")), direction(tag, histories[0]) is None))
+    monitored = {history.monitored[0] for history in histories if history.monitored}
+
+    def order(tag: str) -> tuple[bool, bool, bool]:
+        return tag not in monitored, not tag.startswith(("val", "test")), common_direction(tag, histories) is None
+
+    return sorted(tags, key=order)
 
 
 def _kind(history: History) -> str | None:
@@ -76,36 +90,71 @@ class Axis(NamedTuple):
     name: str
     places: list[float | None]
     ticks: list[tuple[float, str]]
+    note: str = ""
 
 
-def axis(name: str, values: Sequence[object]) -> Axis | None:
+def _apart(ticks: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
+    """Returns the ticks, from the low end on, whose labels don't overprint each other: both ends, and what has room between."""
+    *inner, last = ticks
+    kept: list[tuple[float, str]] = []
+    for tick in inner:
+        if not kept or min(tick[0] - kept[-1][0], last[0] - tick[0]) >= _APART:
+            kept.append(tick)
+    return [*kept, last]
+
+
+def _scaled(numbers: Sequence[float]) -> dict[float, float]:
+    """Returns the place of each number, from 0 to 1: logarithmic where positive ones spread widely, with a place of its own
+    for 0.
+    """
+    low, high = min(numbers), max(numbers)
+    least = min((value for value in numbers if value > 0), default=high)
+    if high <= low:
+        return dict.fromkeys(numbers, 0.5)
+    if low < 0 or high <= _WIDE * least:
+        return {value: (value - low) / (high - low) for value in numbers}
+    start = 0.0 if low > 0 else _PLACE_OF_ZERO
+    return {
+        value: start + (1 - start) * math.log(value / least) / math.log(high / least) if value else 0.0 for value in numbers
+    }
+
+
+def _in_order(value: object) -> tuple[bool, Sequence[float], str]:
+    """Returns a key by which lists of numbers are sorted as numbers, before texts."""
+    if isinstance(value, list) and value and all(type(part) in (int, float) for part in value):
+        return False, value, ""
+    return True, (), _text(value)
+
+
+def _text(value: object) -> str:
+    return "null" if value is None else str(value)
+
+
+def axis(name: str, values: Sequence[object], note: str = "") -> Axis | None:
     """Returns an axis for numbers, with a logarithmic scale where they spread widely, or for a few texts."""
     numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
     numbers = [value for value in numbers if -_LARGEST < value < _LARGEST]
     if numbers and len(numbers) == sum(value is not None for value in values):
-        logs = min(numbers) > 0 and max(numbers) / min(numbers) >= 10
-        scale = math.log if logs else float
-        low, high = scale(min(numbers)), scale(max(numbers))
-        span = high - low or 1.0
-        known = {value: (scale(value) - low) / span if high > low else 0.5 for value in numbers}
+        known = _scaled(numbers)
         places = [known.get(value) if isinstance(value, (int, float)) else None for value in values]
         ends = sorted(known) if len(known) <= _CHOICES else [min(known), max(known)]
-        return Axis(name, places, [(known[value], number(value)) for value in ends])
-    texts = ["null" if value is None else str(value) for value in values]
-    choices = sorted({*texts})
+        return Axis(name, places, _apart([(known[value], number(value)) for value in ends]), note)
+    texts = [_text(value) for value in values]
+    choices = [*dict.fromkeys(_text(value) for value in sorted(values, key=_in_order))]
     if not 1 < len(choices) <= _CHOICES:
         return None
     spots = {text: at / (len(choices) - 1) for at, text in enumerate(choices)}
     ticks = [(spot, text if len(text) <= _LABEL else f"...{text[-_LABEL:]}") for text, spot in spots.items()]
-    return Axis(name, [spots[text] for text in texts], ticks)
+    return Axis(name, [spots[text] for text in texts], _apart(ticks))
 
 
 def sweep(histories: Sequence[History], differences: Mapping[str, Sequence[object]]) -> list[Axis]:
-    """Returns the axes of a sweep: the settings that differ, and last the best of its first metric."""
-    metric = next((tag for tag in metrics(histories) if direction(tag, histories[0])), None)
+    """Returns the axes of a sweep: the settings that differ, and last the best of the metric that its runs are judged by."""
+    metric = next((tag for tag in metrics(histories) if common_direction(tag, histories)), None)
     axes = [drawn for name, values in differences.items() if (drawn := axis(name, values))][:_AXES]
     if len(histories) < 3 or not axes or metric is None:
         return []
     values = [point.value if (point := best(history, metric)) else None for history in histories]
-    last = axis(f"best {metric}", values)
+    better = "higher" if common_direction(metric, histories) == "max" else "lower"
+    last = axis(f"best {metric}", values, f"{better} is better")
     return [*axes, last] if last else []

@@ -58,6 +58,10 @@ _TABLES, _CHECKPOINTS = 8, 20
 _READ = 1 << 17  # bytes of a log's end, or of a table
 _TABLE = re.compile(r"[\w-]{1,80}\.txt")
 _CHECKPOINT = re.compile(r"[\w.=-]{1,120}\.ckpt")
+_STACKS = re.compile(r"hang-rank\d{1,9}\.txt")
+_HINT, _NAMED = " HINT:", 80  # characters of a cause by which an entry of the log names it
+_ENTRY = re.compile(r"^(?=\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [A-Z])", re.MULTILINE)
+_FAULTS = ("ERROR", "CRITICAL")
 
 
 @dataclass
@@ -317,6 +321,22 @@ def file_to_link(folder: Path, path: Path) -> File | None:
 def log_end(folder: Path) -> str:
     """Returns the last lines of the log."""
     return "\n".join(printable(line, _LONGEST) for line in _end(folder / LOG, _READ).splitlines()[-_LINES:])
+
+
+def hint_of(history: "History") -> str:
+    """Returns what mends the cause of a run's end, by the error in its log that names this cause; nothing where none does."""
+    last = history.lives[-1]
+    if _HINT in (last.why or ""):
+        return (last.why or "").partition(_HINT)[2].strip()
+    entries = [] if not last.why else _ENTRY.split(_end(history.folder / LOG, _READ))
+    named = [text for text in entries if _HINT in text and str(last.why)[:_NAMED] in text and text[24:].startswith(_FAULTS)]
+    return named[-1].rpartition(_HINT)[2].partition("\n")[0].strip() if named else ""
+
+
+def stacks(folder: Path) -> list[File]:
+    """Returns the files of the ranks' stacks that a hang has left."""
+    paths = sorted(path for path in folder.glob("hang-rank*.txt") if _STACKS.fullmatch(path.name))
+    return [file for path in paths[:_CHECKPOINTS] if (file := file_to_link(folder, path))]
 
 
 def newest_checkpoints(folder: Path) -> list[File]:

@@ -4,7 +4,9 @@ In `pages/`: layout.html is the frame, run.html and runs.html are what is in it,
 uplot.license) draws the charts.
 """
 
+import json
 import re
+import shlex
 from base64 import b64encode
 from datetime import timedelta
 from hashlib import sha256
@@ -55,6 +57,8 @@ _PAGES.filters |= {
     "duration": duration,
     "size": size,
     "link": lambda path: quote(path),
+    "shell": shlex.quote,
+    "python": lambda text: json.dumps(text, ensure_ascii=False),
 }
 _PAGES.filters |= {
     "png": lambda content: f"data:image/png;base64,{b64encode(content).decode()}",

@@ -19,14 +19,17 @@ from project.watch.history import (
     History,
     date,
     file_to_link,
+    hint_of,
     log_end,
     newest_checkpoints,
     of_the_module,
     profiles,
+    stacks,
 )
 from project.watch.pages import duration, ranks, rendered
 
 PAGE, SUMMARY = "report.html", "summary.json"
+_RUNS = "lightning_logs"  # in which a run is known by its name
 _FAULTS = 100  # marks: the last ones
 _STAGES = ("train", "val", "test")
 _FIRST = ("loss", "acc")  # of what is learned; the rest as it was logged
@@ -54,9 +57,8 @@ def write(history: History) -> Path:
 
 def page(history: History) -> str:
     """Returns the page of one run."""
-    shares = [
-        (named, COLOURS[colour], history.shares[name]) for name, (named, colour) in PHASES.items() if name in history.shares
-    ]
+    parts = shares_of_a_step(history)
+    shares = [(named, COLOURS[colour], parts[name]) for name, (named, colour) in PHASES.items() if name in parts]
     marks = _marks(history)
     ended = history.badge in ("failed", "lost")
     return rendered(
@@ -65,6 +67,10 @@ def page(history: History) -> str:
         history=history,
         facts=facts(history),
         verdict=_verdict(history) if ended else {},
+        stacks=stacks(history.folder),
+        errors=0 if ended else sum(level in ("ERROR", "CRITICAL") for _, level, _ in history.warnings),
+        troubled=ended or _diverged(history),
+        arguments=_arguments(history),
         log_end=log_end(history.folder) if ended else "",
         log_file=file_to_link(history.folder, history.folder / LOG),
         checkpoints=newest_checkpoints(history.folder),
@@ -74,7 +80,7 @@ def page(history: History) -> str:
             Figure(tag, history.curves[tag][-1], best(history, tag), direction(tag, history))
             for tag in metrics([history])[:_FIGURES]
         ],
-        shares=[share for share in shares if math.isfinite(share[2])],
+        shares=shares,
         axes=[{"name": "steps"}, {"name": "wall time", "time": True}],
         marks=marks,
         sections={
@@ -84,6 +90,27 @@ def page(history: History) -> str:
         },
         most_warnings=_WARNINGS,
     )
+
+
+def shares_of_a_step(history: History) -> dict[str, float]:
+    """Returns the shares of a step's time, by phase: medians, which don't add up to 1, and the rest is what they lack."""
+    measured = {name: share for name, share in history.shares.items() if name != "rest" and math.isfinite(share)}
+    whole = max(1.0, sum(measured.values()))
+    parts = {name: round(share / whole, 3) for name, share in measured.items()}
+    return {**parts, "rest": max(0.0, 1 - sum(parts.values()))} if parts else {}
+
+
+def _diverged(history: History) -> bool:
+    """Returns whether what the run has logged last of any metric is not finite."""
+    return any(not math.isfinite(history.curves[tag][-1].value) for tag in metrics([history]))
+
+
+def _arguments(history: History) -> dict[str, str]:
+    """Returns what names a run on a command line: a run of this folder by its name, another by its path."""
+    folder = history.folder.absolute()
+    if folder == Path(_RUNS).absolute() / history.name:
+        return {"folder": f"{_RUNS}/{history.name}", "name": history.name}
+    return {"folder": str(folder), "name": str(folder)}
 
 
 def _charts(named: Mapping[str, Sequence[Line]], from_zero: bool = False) -> list[Chart]:
@@ -118,10 +145,13 @@ def facts(history: History) -> dict[str, str]:
 
 
 def _verdict(history: History) -> dict[str, str]:
-    """Returns what a run died of: the cause in a sentence, the place in the user's code, the traceback, as far as known."""
+    """Returns what a run died of: the cause in a sentence, what mends it, the place in the user's code, the
+    traceback, as far as known.
+    """
     known = history.summary()
     texts = {name: known.get(name) for name in ("cause", "where", "traceback")}
-    texts["cause"] = texts["cause"] or known["why"]
+    texts["cause"] = str(texts["cause"] or known["why"] or "").partition(" HINT:")[0]
+    texts["hint"] = hint_of(history) if history.lives else ""
     return {name: printable(text, _LONGEST) for name, text in texts.items() if isinstance(text, str) and text}
 
 

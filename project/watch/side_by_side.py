@@ -9,7 +9,7 @@ from typing import NamedTuple
 from project.cluster.settings import differing
 from project.watch.charts import COLOURS, Chart, Line
 from project.watch.curves import Point
-from project.watch.figures import best, direction, metrics, scaling, sweep
+from project.watch.figures import best, common_direction, metrics, scaling, sweep
 from project.watch.history import BESIDE, History
 from project.watch.pages import rendered
 from project.watch.report import PAGE
@@ -54,6 +54,7 @@ def compared(histories: Sequence[History], place: Path | None = None) -> str:
         title=f"{len(histories)} runs",
         rows=rows,
         tags=tags,
+        better=[common_direction(tag, histories) for tag in tags],
         winners=_winners(rows, tags, histories),
         efficient=any(ratio is not None for ratio in efficiency),
         parallel=sweep(histories, changes),
@@ -69,8 +70,7 @@ def _winners(rows: Sequence[Row], tags: Sequence[str], histories: Sequence[Histo
     winners: list[float | None] = []
     for at, tag in enumerate(tags):
         values = [point.value for row in rows if (point := row.values[at][1])]
-        better = next((kind for history in histories if (kind := direction(tag, history))), None)
-        winners.append((min if better == "min" else max)(values) if values else None)
+        winners.append((min if common_direction(tag, histories) == "min" else max)(values) if values else None)
     return winners
 
 

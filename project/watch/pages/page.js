@@ -74,6 +74,15 @@ function read(chart) {
   reading.textContent = values.length ? `${values.join('   ')}  (${page.axes[axis].name})` : '';
 }
 
+// An axis is as wide as its longest label; most are equally wide, so that charts below each other are aligned.
+function room(plot, values, at, cycle) {
+  const {_size, ticks, gap, font} = plot.axes[at];
+  if (cycle > 1) return _size;
+  plot.ctx.font = font[0];
+  const widest = Math.max(0, ...(values ?? []).map(text => plot.ctx.measureText(text).width));
+  return Math.max(56, Math.ceil(ticks.size + gap + widest / devicePixelRatio) + 2);
+}
+
 function draw(chart) {
   chart.plot?.destroy();
   chart.plot = null;
@@ -91,7 +100,7 @@ function draw(chart) {
     scales: {x: {time: Boolean(page.axes[axis].time), range: () => view()}, y: {distr: log ? 3 : 1, range}},
     axes: [
       {...line, size: 24, space: 64, label: page.axes[axis].name, labelSize: 16, labelFont: '11px system-ui', ...(page.axes[axis].time ? {} : {values: (_, all) => all.map(short)})},
-      {...line, size: 56, values: (_, all) => all.map(short)},
+      {...line, size: room, values: (_, all) => all.map(short)},
     ],
     cursor: {
       drag: {x: true, y: false, setScale: false}, sync: {key: 'x', setSeries: several}, hover: {skip: [undefined, null]},
@@ -135,6 +144,7 @@ function listenToTouch(plot) {
 }
 
 function listenToKeys(chart) {
+  chart.place.addEventListener('blur', () => chart.plot?.setCursor({left: -10, top: -10}));
   chart.place.addEventListener('keydown', event => {
     const {plot} = chart, [low, high] = view(), way = {ArrowLeft: -1, ArrowRight: 1}[event.key];
     if (!plot || event.ctrlKey || event.metaKey || event.altKey) return;
@@ -195,7 +205,8 @@ for (const heading of document.querySelectorAll('.sortable thead th')) {
   button.append(...heading.childNodes);
   heading.append(button);
   button.addEventListener('click', () => {
-    const down = heading.getAttribute('aria-sort') === 'ascending', body = heading.closest('table').tBodies[0];
+    const now = heading.getAttribute('aria-sort');  // of a metric the best comes first
+    const down = now ? now === 'ascending' : heading.dataset.better === 'max', body = heading.closest('table').tBodies[0];
     const key = row => row.cells[heading.cellIndex].dataset.value;
     for (const other of heading.parentNode.cells) other.removeAttribute('aria-sort');
     heading.setAttribute('aria-sort', down ? 'descending' : 'ascending');
@@ -205,17 +216,22 @@ for (const heading of document.querySelectorAll('.sortable thead th')) {
   });
 }
 const paths = [...document.querySelectorAll('.parallel path')];
-for (const row of document.querySelectorAll('tr[data-run]')) {
-  const run = Number(row.dataset.run);
-  row.querySelector('input').addEventListener('change', event => {
-    off[event.target.checked ? 'delete' : 'add'](run);
-    for (const {plot} of charts) plot?.setSeries(run + 1, {show: event.target.checked});
-    paths[run]?.classList.toggle('off', !event.target.checked);
+// A hidden run stands out nowhere, or all the others would fade for nothing; nor does one that a finger has left.
+function pointAt(run) {
+  const known = run !== null && !off.has(run);
+  for (const {plot} of charts) plot?.setSeries(known ? run + 1 : null, {focus: true});
+  paths.forEach((path, at) => path.classList.toggle('focused', known && at === run));
+  paths[0]?.closest('svg').classList.toggle('some', known);
+}
+for (const place of document.querySelectorAll('tr[data-run],.runs-legend [data-run]')) {
+  const run = Number(place.dataset.run);
+  place.querySelector('input')?.addEventListener('change', event => {
+    const hidden = !event.target.checked;
+    off[hidden ? 'add' : 'delete'](run);
+    pointAt(null);
+    for (const {plot} of charts) plot?.setSeries(run + 1, {show: !hidden});
+    for (const other of [paths[run], document.querySelector(`.runs-legend [data-run="${run}"]`)]) other?.classList.toggle('off', hidden);
   });
-  for (const [name, focused] of [['mouseenter', true], ['mouseleave', false]])
-    row.addEventListener(name, () => {
-      for (const {plot} of charts) plot?.setSeries(focused ? run + 1 : null, {focus: true});
-      paths[run]?.classList.toggle('focused', focused);
-      paths[run]?.closest('svg').classList.toggle('some', focused);
-    });
+  place.addEventListener('pointerenter', event => event.pointerType === 'mouse' && pointAt(run));
+  place.addEventListener('pointerleave', () => pointAt(null));
 }
