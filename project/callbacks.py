@@ -13,6 +13,7 @@ from project.exact.batch_norm import StepStatistics
 from project.resume.rehearsal import Rehearsal
 from project.step.chance import ChanceByMicroBatch
 from project.step.compression import CompressGradients, Compression
+from project.survive.failure import cause_of
 from project.survive.hang.watchdog import Watchdog
 from project.survive.nonfinite import Act, NonFinite
 from project.survive.preemption import StopTogether
@@ -20,6 +21,7 @@ from project.survive.signals import SIGNALS
 from project.watch.dashboard import Dashboard
 from project.watch.events import Events
 from project.watch.fingerprints import Fingerprints, WhenRanksDiffer
+from project.watch.life import Life
 from project.watch.pictures import Pictures
 from project.watch.predictions import PredictionWriter
 from project.watch.profile import Profile
@@ -34,9 +36,21 @@ def with_ours(
     compression: Compression,
     exact: bool,
     fingerprints: bool,
+    records: bool,
     ranks_differ: WhenRanksDiffer,
 ) -> list[Callback]:
-    """Returns the user's callbacks, and ours where the user has none of the kind. `wanted`: those that may be left out."""
+    """Returns the user's callbacks, and ours where the user has none of the kind.
+
+    Args:
+        given: the user's callbacks.
+        wanted: the kinds that may be left out, and are not.
+        nonfinite: what is done where a loss is not finite.
+        compression: how the ranks compress what they send each other.
+        exact: whether sums are exact.
+        fingerprints: whether checksums of the steps are written.
+        records: whether the starts and stops are written.
+        ranks_differ: what is done where the weights of the ranks differ.
+    """
     callbacks = _listed(given)
     for kind in wanted:
         alike = {Progress: AnyProgressBar, Checkpoints: AnyCheckpoint}.get(kind, kind)
@@ -57,6 +71,8 @@ def with_ours(
     # Last, when nobody changes the weights of this step any more.
     after = [PredictionWriter(), StopTogether(SIGNALS, profile), *dashboards, Pictures()]
     after += [Rehearsal(), *([Fingerprints(exact, ranks_differ)] if fingerprints else []), profile]
+    if records and not any(isinstance(callback, Life) for callback in callbacks):
+        before.append(Life(cause_of))
     return [*before, *(callback for callback in callbacks if callback not in [*watchdogs, *dashboards, profile]), *after]
 
 

@@ -68,11 +68,13 @@ from project.step.supported_strategies import refuse_strategy
 from project.survive.hang.watchdog import Watchdog
 from project.survive.nonfinite import Act
 from project.survive.signals import SIGNALS
-from project.typed import TypedTrainer
+from project.typed import TypedTrainer, callbacks_of
 from project.watch.console import name_speaker
 from project.watch.events import Events
 from project.watch.fingerprints import WhenRanksDiffer
 from project.watch.flops import least_seconds
+from project.watch.history import FILE as LIFE
+from project.watch.life import Life
 from project.watch.loggers import LoggerName, by_name
 
 log = logging.getLogger(__name__)
@@ -157,15 +159,16 @@ class Trainer(TypedTrainer):
             kwargs.setdefault("deterministic", True)
         bare = bool(kwargs.get("barebones"))
         loggers: Logger | Iterable[Logger] | bool | None = by_name(logger, Path(default_root_dir), launch.rank)
+        records = keeps_records(callbacks, loggers, enable_checkpointing) and not bare
         if fingerprints is None:
-            fingerprints = keeps_records(callbacks, loggers, enable_checkpointing)
+            fingerprints = records
         wanted = default_kinds(enable_progress_bar, enable_checkpointing, bare)
         with named_errors({**kwargs, "accelerator": accelerator, "precision": precision, "plugins": plugins, "logger": logger}):
             super().__init__(
                 accelerator=accelerator,
                 precision=precision_,  # type: ignore[arg-type]
                 callbacks=with_ours(
-                    callbacks, wanted, nonfinite, gradient_compression, exact, fingerprints and not bare, ranks_differ
+                    callbacks, wanted, nonfinite, gradient_compression, exact, fingerprints and not bare, records, ranks_differ
                 ),
                 logger=Events(str(default_root_dir)) if loggers in (None, True) and not bare else loggers,
                 plugins=resolve_plugins(plugins, launch),
@@ -180,6 +183,8 @@ class Trainer(TypedTrainer):
                 enable_model_summary=enable_model_summary,
                 **kwargs,
             )
+        for watchdog in callbacks_of(self, Watchdog) if callbacks_of(self, Life) else ():
+            watchdog.life = Path(default_root_dir) / LIFE
         refuse_strategy(self, bool(launch.world_size), saves=bool(checkpoints_of(self)))
         name_speaker(self.global_rank, host(), self.world_size)
         if on_cpu(accelerator):

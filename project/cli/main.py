@@ -52,7 +52,7 @@ from project.resume.changes import ChangedSettings
 from project.runs import Run, open_beside, open_run, run_of, saved_config, weights
 from project.sharded.meta_build import build_once
 from project.step.supported_strategies import refuse_ranks_in_process
-from project.survive.failure import cause_of, exit_at_once, exit_code, report_error
+from project.survive.failure import RESUMED_BY, cause_of, exit_at_once, exit_code, report_error
 from project.survive.hang.watchdog import Watchdog
 from project.survive.recovery import Recovery
 from project.survive.requeue import listen_for_signals
@@ -454,6 +454,7 @@ def open_door(front: type[ProjectCLI], trainer_class: type[Trainer], own_model: 
 def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Trainer) -> None:
     """Runs the command line. An error that the user can mend takes one line; any other, its traceback, printed once."""
     take_either_lightning()
+    RESUMED_BY.append("The same command")
     rank = rank_said()
     open_log(rank, host())
     say = log.info

@@ -1,5 +1,6 @@
 """Stores what `self.log` logs: its means over a step and over an epoch count each sample once, also those of a resumed run."""
 
+import logging
 from collections.abc import Callable
 from copy import deepcopy
 from functools import wraps
@@ -21,7 +22,7 @@ from project.step.data_ranks import ByDataRanks, DataRanks
 from project.step.evaluated import begin_evaluated_micro_batch
 from project.step.metric_states import gather_metric_states
 from project.step.state import micro_batch, step_state
-from project.typed import StateDict
+from project.typed import StateDict, typed
 
 
 class Sync(TypedDict):
@@ -57,6 +58,8 @@ class Metrics(TypedDict):
     pbar: dict[str, float]
 
 
+log = logging.getLogger(__name__)
+
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "metric_attribute")
 
 
@@ -84,7 +87,8 @@ class Results(_ResultCollection):
 
     def __init__(self, trainer: Trainer, training: bool) -> None:
         super().__init__(training)
-        self._state = step_state(trainer)
+        self._state, self._ranks = step_state(trainer), 1 if typed(trainer).exact else trainer.world_size
+        self._own_values: set[str] = set()  # the names of which it was told that they are rank 0's
         self._sums_to_restore: tuple[Sums, int, int] | None = None
         self.hooks_before_resume: set[str] = set()
         """Hooks that logged before the run was stopped, and have not logged since."""
@@ -101,6 +105,7 @@ class Results(_ResultCollection):
                 "repeated. HINT: log in on_train_batch_end, where outputs is what training_step returned; or set "
                 "trainer.capture=none."
             )
+        self._tell_own_value(fx, name, value, how)
         strategy = getattr(how.get("sync_dist_fn"), "__self__", None)
         if isinstance(strategy, DDPStrategy):
             how["sync_dist_fn"] = _Reduction(strategy)
@@ -114,6 +119,18 @@ class Results(_ResultCollection):
             meta.sync.should = bool(how.get("sync_dist", False))
             meta.reduce_fx = reduce_fx if callable(reduce_fx) else meta.reduce_fx
         super().log(fx, name, self._whole_value(name, value), **how)
+
+    def _tell_own_value(self, fx: str, name: str, value: object, how: dict[str, object]) -> None:
+        """Tells once that a value is rank 0's own, where the curve of another number of ranks will be another."""
+        alone = not self.training or self._ranks == 1 or isinstance(value, Metric)
+        if alone or how.get("sync_dist") or how.get("rank_zero_only") or fx != "training_step" or name in self._own_values:
+            return
+        self._own_values.add(name)
+        log.info(
+            "%s is rank 0's own value: with another number of ranks, its curve is another. HINT: self.log(%r, ..., "
+            "sync_dist=True), as in Lightning; with trainer.exact=true that makes no difference.",
+            *(name, name),
+        )
 
     def _whole_value(self, name: str, value: object) -> object:
         """Returns a value as a whole tensor: one that follows from sharded parameters is sharded, too. All ranks log it."""

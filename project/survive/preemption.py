@@ -179,6 +179,12 @@ class StopTogether(Callback):
             checkpoints.wait()
             self._warn_of_short_grace_period(checkpoints.seconds)
             log.info("Stopped by %s after step %d. Checkpoint: %s", name, trainer.global_step, checkpoints.last)
+        elif trainer.state.fn == "fit" and not trainer.sanity_checking:
+            log.warning(
+                "Stopped by %s after step %d. No checkpoint was saved: the Trainer has another callback for that, or none. "
+                "HINT: project.Trainer adds its own where no ModelCheckpoint is given.",
+                *(name, trainer.global_step),
+            )
         else:
             log.info("Stopped by %s.", name)
         if trainer.is_global_zero and number == signal.SIGUSR1:
