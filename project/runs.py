@@ -368,7 +368,8 @@ def weights(folder: Path, which: str | None, monitor: str | None, mode: str) -> 
     monitor, mode = chosen_metric(monitor, mode, known)
     values = {path: metrics[path].get(monitor or "", math.nan) for path in newest}
     rated = [path for path in newest if which != "last" and values[path] == values[path]]
-    best = sorted(rated, key=lambda path: values[path], reverse=mode == "max")  # of equals, the newest
+    sign = -1 if mode == "max" else 1
+    best = sorted(rated, key=lambda path: (sign * values[path], step_of(path)))  # of equals, the first
     if which == "best" and not best:
         names = ", ".join(sorted(known)) or "none"
         raise UserError(

@@ -349,7 +349,7 @@ class Checkpoints(Checkpoint):
             log.log(level, "Checkpoint %s could NOT be written: %s. Training goes on; %s.", path, self.failed, newest)
 
     def _update_last_and_best(self, path: Path, manifest: Manifest) -> None:
-        """Makes a checkpoint the last one and, if its metric is no worse, the best one."""
+        """Makes a checkpoint the last one and, if its metric is better than the best so far, the best one."""
         self.last = path
         metrics = manifest.get("metrics", {})
         name, mode = chosen_metric(self.monitor, self.mode, metrics)
@@ -357,7 +357,7 @@ class Checkpoints(Checkpoint):
         if value is None or value != value:  # NaN is no best: nothing would ever be better
             return
         again = self.best is not None and same_step(self.best[1], path)
-        if self.best is None or again or (value >= self.best[0] if mode == "max" else value <= self.best[0]):
+        if self.best is None or again or (value > self.best[0] if mode == "max" else value < self.best[0]):
             self.best = value, path
 
     def _prune(self) -> None:

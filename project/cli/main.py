@@ -51,6 +51,7 @@ from project.model import ImageClassifier
 from project.resume.changes import ChangedSettings
 from project.runs import Run, open_beside, open_run, run_of, saved_config, weights
 from project.sharded.meta_build import build_once
+from project.step.state import micro_batch
 from project.step.supported_strategies import refuse_ranks_in_process
 from project.survive.failure import RESUMED_BY, cause_of, exit_at_once, exit_code, report_error
 from project.survive.hang.watchdog import Watchdog
@@ -89,6 +90,10 @@ def with_verbs(trainer_class: type[Trainer]) -> type[Trainer]:
     """Returns the Trainer with our verbs, which are functions that take it first: LightningCLI looks for methods."""
     verbs = {"doctor": doctor, "export": export, "manifest": manifest}
     return type(trainer_class.__name__, (trainer_class,), {"__doc__": trainer_class.__doc__, **verbs})
+
+
+_SAMPLES = 32
+"""Samples that a message lists."""
 
 
 class ProjectCLI(LightningCLI):
@@ -495,7 +500,7 @@ def _end(error: Exception, rank: int) -> int:
         observed = getattr(trainer.strategy.launcher, "procs", [])
         launched = [*early_start.processes, *observed]
         observed.clear()  # Lightning looks at this list every 5 s, and would kill this process when one of them has failed
-        code = report_error(error, trainer.global_rank, host(), launched, _folder(trainer), trainer.global_step)
+        code = report_error(error, trainer.global_rank, host(), launched, _folder(trainer), _at(trainer))
         lives = callbacks_of(trainer, Life)
         if code == WRONG and any(life.has_trained(trainer) for life in lives):
             code = 1  # the configuration has worked up to here
@@ -510,6 +515,16 @@ def _end(error: Exception, rank: int) -> int:
     if run is not None and code == WRONG and not (trainer and trainer.global_step):
         run.discard_if_empty()
     return code
+
+
+def _at(trainer: Trainer) -> str:
+    """Returns how far a fit has come: its last step, and this rank's last samples."""
+    samples = micro_batch(trainer).samples if trainer.training else None
+    text = f"after step {trainer.global_step}"
+    if not samples:
+        return text
+    more = f" and {len(samples) - _SAMPLES} more" * (len(samples) > _SAMPLES)
+    return f"{text}; this rank's last micro-batch was of samples {', '.join(map(str, samples[:_SAMPLES]))}{more}"
 
 
 def _folder(trainer: Trainer) -> Path | None:

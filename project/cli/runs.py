@@ -48,6 +48,8 @@ _DISPOSABLE = (
     *("notified.json", "report.html", "summary.json", "checkpoints"),
 )
 """The files of a run that has trained nothing; a folder with others in it holds a result."""
+_OF_READERS = (".lock", "report.html", "summary.json")
+"""Files that are written, too, where a run is only read."""
 _LAST = 1 << 16  # bytes, in which the last line of a file is
 _STEP = re.compile(r'"step":\s?(\d{1,16})\b')
 
@@ -120,15 +122,15 @@ def read_run(folder: Path) -> Listed:
 
 
 def _size_and_newest(folder: Path) -> tuple[int, float]:
-    """Returns the bytes of all files below a folder, and when the newest of them was written."""
-    size, newest = 0, folder.stat().st_mtime
+    """Returns the bytes of all files below a folder, and when the newest was written of those that training writes."""
+    size, newest = 0, 0.0
     for place, _, files in os.walk(folder):
         for file in files:
             with suppress(OSError):
                 status = os.lstat(os.path.join(place, file))
                 size += status.st_size
-                newest = max(newest, status.st_mtime)
-    return size, newest
+                newest = max(newest, status.st_mtime if file not in _OF_READERS else 0.0)
+    return size, newest or folder.stat().st_mtime
 
 
 def _manifests(folder: Path) -> dict[int, dict[str, object]]:

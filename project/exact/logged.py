@@ -41,6 +41,7 @@ class ExactResults(Results):
 
     def __init__(self, trainer: Trainer, training: bool) -> None:
         super().__init__(trainer, training)
+        self._tells = False
         self._world_size: int = trainer.world_size
         self._sums: dict[str, ExactScalar] = {}
         self._sums_before: dict[str, ExactScalar] = {}  # this step

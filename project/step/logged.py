@@ -22,7 +22,7 @@ from project.step.data_ranks import ByDataRanks, DataRanks
 from project.step.evaluated import begin_evaluated_micro_batch
 from project.step.metric_states import gather_metric_states
 from project.step.state import micro_batch, step_state
-from project.typed import StateDict, typed
+from project.typed import StateDict
 
 
 class Sync(TypedDict):
@@ -87,7 +87,7 @@ class Results(_ResultCollection):
 
     def __init__(self, trainer: Trainer, training: bool) -> None:
         super().__init__(training)
-        self._state, self._ranks = step_state(trainer), 1 if typed(trainer).exact else trainer.world_size
+        self._state, self._tells = step_state(trainer), trainer.is_global_zero and trainer.world_size > 1
         self._own_values: set[str] = set()  # the names of which it was told that they are rank 0's
         self._sums_to_restore: tuple[Sums, int, int] | None = None
         self.hooks_before_resume: set[str] = set()
@@ -122,8 +122,8 @@ class Results(_ResultCollection):
 
     def _tell_own_value(self, fx: str, name: str, value: object, how: dict[str, object]) -> None:
         """Tells once that a value is rank 0's own, where the curve of another number of ranks will be another."""
-        alone = not self.training or self._ranks == 1 or isinstance(value, Metric)
-        if alone or how.get("sync_dist") or how.get("rank_zero_only") or fx != "training_step" or name in self._own_values:
+        own = fx == "training_step" and not (how.get("sync_dist") or how.get("rank_zero_only") or isinstance(value, Metric))
+        if not self._tells or not own or name in self._own_values:
             return
         self._own_values.add(name)
         log.info(

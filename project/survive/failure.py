@@ -205,7 +205,7 @@ def report_error(
     host: str,
     children: Sequence[Popen[bytes]] = (),
     folder: Path | None = None,
-    step: int = 0,
+    at: str = "",
 ) -> int:
     """Reports the error that ends this process, and returns its exit code.
 
@@ -215,7 +215,7 @@ def report_error(
         host: this host.
         children: the ranks that this one launched.
         folder: the run's folder, where it is known.
-        step: the steps that the run has done.
+        at: how far the run has come, as the end of a sentence.
     """
     if EXITING.is_set():
         threading.Event().wait()  # the watchdog's thread ends this process
@@ -238,14 +238,14 @@ def report_error(
     text = message(error, folder)
     if which == "crash" and folder is not None:
         resumes = resumption(folder, changed=isinstance(error, torch.OutOfMemoryError))
-        text += f"\nThe run has ended after step {step}. {resumes}"
+        text = f"The run has ended {at}. {resumes}\n{text}"
     if which == "crash" and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         # torchrun has the last word, and prints what it finds here; its own 'host' is often localhost.
         report = f"rank {rank}, {host}: {text}"
         message_of_rank = {"message": report, "extraInfo": {"py_callstack": report, "timestamp": str(int(time.time()))}}
         Path(file).write_text(json.dumps({"message": message_of_rank}))
         text = f"{type(error).__name__}: {error} (torchrun prints the traceback)"
-    elif which == "crash":
+    elif which == "crash" and folder is None:
         text = f"\n{text}"
     log.error(text, extra={WHOLE: f"\n{Folded(error).whole}"} if which == "crash" else None)
     for child in children:

@@ -242,10 +242,11 @@ class NonFinite(Callback):
             self._log_count(trainer, step, "train/fp16_skipped_steps", self.scaled)
             log.info("Step %d is skipped by fp16's loss scaling, which lowers its scale (%d so far).", step.number, self.scaled)
             return False
-        what = _describe(step, faults, _faulty_parameters(module) if module and not faults else [])
+        everywhere = len(faults) == data_ranks(trainer).count * trainer.accumulate_grad_batches > 1
+        what = _describe(step, faults, _faulty_parameters(module) if module and not faults else [], everywhere)
         self._faults_in_a_row += 1
         if self.act == "stop" or self._faults_in_a_row > _IN_A_ROW:
-            self._save_and_stop(trainer, what, _hint(trainer, faults), before=module is not None)
+            self._save_and_stop(trainer, what, _hint(trainer, faults, everywhere), before=module is not None)
         self.skipped += 1
         self._log_count(trainer, step, "train/skipped_steps", self.skipped)
         if trainer.is_global_zero:
@@ -269,7 +270,7 @@ class NonFinite(Callback):
             where = f"the newest checkpoint is from before: {saved}" if saved else "there is no checkpoint yet"
             log.error("%s Stopped; %s. HINT: %s", what, where, hint)
         trainer.strategy.barrier()  # a launcher may end all ranks when it sees one end: not before rank 0 has written
-        raise NonFiniteError(what)
+        raise NonFiniteError(f"{what} HINT: {hint}")
 
 
 def _gradient_scaler(trainer: Trainer) -> GradScaler | None:
@@ -305,9 +306,14 @@ def _faulty_parameters(module: LightningModule) -> list[str]:
     ]
 
 
-def _describe(step: CheckedStep, faults: list[Fault], parameters: list[str]) -> str:
-    """Returns the message: the losses that are not finite or, if all are, the parameters whose gradients are not."""
+def _describe(step: CheckedStep, faults: list[Fault], parameters: list[str], everywhere: bool) -> str:
+    """Returns the message: the losses that are not finite or, if all are, the parameters whose gradients are not.
+
+    Where all losses are not (`everywhere`), the samples are not to blame, and are not listed.
+    """
     which = f"step {step.number} (epoch {step.epoch})"
+    if everywhere:
+        return f"The loss of {which} is not finite: {faults[0].loss} in all its {len(faults)} micro-batches."
     if faults:
         more = f"; and {len(faults) - 3} more micro-batches" if len(faults) > 3 else ""
         return f"The loss of {which} is not finite: {'; '.join(map(str, faults[:3]))}{more}."
@@ -318,11 +324,11 @@ def _describe(step: CheckedStep, faults: list[Fault], parameters: list[str]) -> 
     return f"{text}: that of {', '.join(parameters[:3])}{more}."
 
 
-def _hint(trainer: Trainer, faults: list[Fault]) -> str:
-    if len(faults) == data_ranks(trainer).count * trainer.accumulate_grad_batches > 1:
+def _hint(trainer: Trainer, faults: list[Fault], everywhere: bool) -> str:
+    if everywhere:
         names = [path.name for path in checkpoints_in(Path(trainer.default_root_dir) / "checkpoints")]
         return (
-            "it is in all micro-batches of the step, so training diverges: set a lower learning rate, a longer warm-up or "
+            "training diverges: set a lower learning rate, a longer warm-up or "
             "trainer.gradient_clip_val, and go on from a checkpoint of before the loss grew "
             f"({', '.join(names[-3:]) or 'there is none yet'}): --resume PATH --change KEYS, those that you set."
         )

@@ -35,7 +35,7 @@ from project.watch.history import FILE, lives_of
 
 log = logging.getLogger(__name__)
 
-_LONGEST, _LONGEST_TRACEBACK = 500, 4_000  # characters of a reason, and of the traceback that goes with it
+_LONGEST, _LONGEST_TRACEBACK = 1_000, 4_000  # characters of a reason, and of the traceback that goes with it
 _COMMAND = 4_000  # characters of a command line
 
 

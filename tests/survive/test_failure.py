@@ -180,7 +180,7 @@ def test_rank_0_is_killed_for_memory(cli, cgroup, ranks):
     assert run.output.count("was killed by") == 1
     last = run.output.rstrip().splitlines()[-1]
     assert last.startswith(f"rank 0 on {HOST} was killed by signal 9, and its cgroup reports an OOM kill (seen last: ")
-    assert last.endswith("or give the job more memory. There is no checkpoint yet: it will begin anew.")
+    assert last.endswith("grows from step to step. There is no checkpoint yet: it will begin anew.")
 
 
 def test_no_compiler_is_one_message(cli, tmp_path):

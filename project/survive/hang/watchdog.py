@@ -417,7 +417,7 @@ class Watchdog(Callback):
         """Sends the verdict to the warden and, from rank 0, to all ranks; reports it and ends this process."""
         brief = judged.brief() if judged.network else judged
         if self._warden is not None:
-            self._warden.send(why=str(brief).splitlines()[0], step=self._trainer.global_step)
+            self._warden.send(why=str(brief).splitlines()[0], where=judged.at_fault[0].place, step=self._trainer.global_step)
             self._warden.announce_exit()
         if self._rank == 0 or 0 in judged.silent:
             self._send_to_all("hang", judged.silent, verdict=brief.to_dict())
