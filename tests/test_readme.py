@@ -52,7 +52,10 @@ def test_the_example_with_a_lightning_module_runs(cli, tmp_path):
     assert "the best by val_loss" in best.output, best.output
 
 
-@pytest.mark.parametrize(("page", "file", "last"), [("docs/own.md", "first.py", 16), ("docs/own.md", "train_points.py", 32)])
+@pytest.mark.parametrize(
+    ("page", "file", "last"),
+    [("docs/own.md", "first.py", 16), ("docs/own.md", "train_points.py", 32), ("docs/own.md", "train_best.py", 32)],
+)
 def test_an_example_in_python_runs(tmp_path, page, file, last):
     written(page, tmp_path)
     done = subprocess.run(

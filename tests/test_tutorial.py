@@ -41,6 +41,11 @@ LINES = {
         "whole and killed are the same to the last bit up to step 500 of both, on 1 and 3 ranks.",
         "Side by side: lightning_logs/compared.html",
     ),
+    "docs/howto/move.md": (
+        "runs/wave/checkpoints/step-000000250.ckpt",
+        "1 host x 1 process x micro-batch 16 x accumulation 2 = global batch 32",
+        "step 250 (the best by val_loss: ",
+    ),
     "docs/howto/gan.md": ("1 host x 1 process x micro-batch 64 x accumulation 1 = global batch 64",),
     "docs/howto/pandas.md": ("micro-batch 32 x accumulation 6 = global batch 192",),
     "docs/howto/lora.md": ("micro-batch 8 x accumulation 6 = global batch 48",),
