@@ -220,7 +220,7 @@ class Printing(Counting):
 class Figures(Progress):
     def on_train_batch_end(self, trainer, *args):
         super().on_train_batch_end(trainer, *args)
-        self.figures = self._figures(trainer)
+        self.figures = "  ".join(field.text for field in self._fields(trainer))
 
 
 def test_the_bar_prints_and_shows_what_was_asked_for(tmp_path, capsys):
