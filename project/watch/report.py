@@ -61,6 +61,7 @@ def page(history: History) -> str:
     shares = [(named, COLOURS[colour], parts[name]) for name, (named, colour) in PHASES.items() if name in parts]
     marks = _marks(history)
     ended = history.badge in ("failed", "lost")
+    since = date(history.lives[-1].time) if history.lives else ""  # an error that has ended an earlier life has its mark
     return rendered(
         "run.html",
         title=f"Run {history.name}",
@@ -68,7 +69,7 @@ def page(history: History) -> str:
         facts=facts(history),
         verdict=_verdict(history) if ended else {},
         stacks=stacks(history.folder),
-        errors=0 if ended else sum(level in ("ERROR", "CRITICAL") for _, level, _ in history.warnings),
+        errors=0 if ended else sum(level in ("ERROR", "CRITICAL") and when >= since for when, level, _ in history.warnings),
         troubled=ended or _diverged(history),
         arguments=_arguments(history),
         log_end=log_end(history.folder) if ended else "",
