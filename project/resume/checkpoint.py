@@ -417,7 +417,7 @@ def resize_buffers(module: nn.Module, saved: Mapping[str, object]) -> None:
     if differing:
         raise UserError(
             f"The checkpoint is of another network: {len(differing)} tensor(s) differ ({', '.join(differing[:3])}). "
-            "HINT: use the config.yaml of the run that it comes from."
+            "HINT: use the config.yaml of the run that it comes from; one that Python started has none: name its class by --model."
         )
 
 
