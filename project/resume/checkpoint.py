@@ -417,7 +417,8 @@ def resize_buffers(module: nn.Module, saved: Mapping[str, object]) -> None:
     if differing:
         raise UserError(
             f"The checkpoint is of another network: {len(differing)} tensor(s) differ ({', '.join(differing[:3])}). "
-            "HINT: use the config.yaml of the run that it comes from; one that Python started has none: name its class by --model."
+            "HINT: use the config.yaml of the run that it comes from; where Python started that, there is none: name its class "
+            "by --model."
         )
 
 
