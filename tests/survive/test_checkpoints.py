@@ -125,12 +125,13 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
     assert callback.best is not None
     assert callback.best[1].name == "step-000000002.ckpt"
     callback._write(
-        path := tmp_path / "step-000000006.ckpt",
+        tmp_path / "step-000000006.ckpt",
         Split(STATE, {}),
         {"metrics": {"val/acc": 0.9}, "position": {"global_step": 6}},
     )
-    assert callback.best == (0.9, path), "of equals, the newest"
-    assert weights(tmp_path.rename(tmp_path.with_name("checkpoints")).parent, "best", "val/acc", "max").name == path.name
+    assert callback.best == (0.9, tmp_path / "step-000000002.ckpt"), "of equals, the first"
+    folder = tmp_path.rename(tmp_path.with_name("checkpoints")).parent
+    assert weights(folder, "best", "val/acc", "max").name == "step-000000002.ckpt"
 
 
 def test_nothing_is_deleted_before_its_successor_is_verified(tmp_path, monkeypatch):
