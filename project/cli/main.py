@@ -53,7 +53,7 @@ from project.runs import Run, open_beside, open_run, run_of, saved_config, weigh
 from project.sharded.meta_build import build_once
 from project.step.state import micro_batch
 from project.step.supported_strategies import refuse_ranks_in_process
-from project.survive.failure import RESUMED_BY, cause_of, exit_at_once, exit_code, report_error
+from project.survive.failure import BY_COMMAND, cause_of, exit_at_once, exit_code, report_error
 from project.survive.hang.watchdog import Watchdog
 from project.survive.recovery import Recovery
 from project.survive.requeue import listen_for_signals
@@ -459,7 +459,7 @@ def open_door(front: type[ProjectCLI], trainer_class: type[Trainer], own_model: 
 def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Trainer) -> None:
     """Runs the command line. An error that the user can mend takes one line; any other, its traceback, printed once."""
     take_either_lightning()
-    RESUMED_BY.append("The same command")
+    BY_COMMAND.set()
     rank = rank_said()
     open_log(rank, host())
     say = log.info
@@ -519,12 +519,12 @@ def _end(error: Exception, rank: int) -> int:
 
 def _at(trainer: Trainer) -> str:
     """Returns how far a fit has come: its last step, and this rank's last samples."""
-    samples = micro_batch(trainer).samples if trainer.training else None
+    samples = micro_batch(trainer).samples if trainer.state.fn == "fit" else None
     text = f"after step {trainer.global_step}"
     if not samples:
         return text
     more = f" and {len(samples) - _SAMPLES} more" * (len(samples) > _SAMPLES)
-    return f"{text}; this rank's last micro-batch was of samples {', '.join(map(str, samples[:_SAMPLES]))}{more}"
+    return f"{text}; this rank's last training micro-batch was of samples {', '.join(map(str, samples[:_SAMPLES]))}{more}"
 
 
 def _folder(trainer: Trainer) -> Path | None:

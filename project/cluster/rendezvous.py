@@ -98,21 +98,24 @@ def store_on_loopback(rank: int, port: int, timeout: timedelta) -> TCPStore:
     change what lies there, and torch's own would listen to every network that the host is in.
     """
     if rank > 0:
-        _wait_for_listener(port, timeout.total_seconds())
-        return store_at("127.0.0.1", port, timeout)
+        return store_at("127.0.0.1", port, timedelta(seconds=_wait_for_listener(port, timeout.total_seconds())))
     _free(port)
     listening = socket.create_server(("127.0.0.1", port))
     port = listening.getsockname()[1]  # 0 was any that is free
     return TCPStore("127.0.0.1", port, None, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
-def _wait_for_listener(port: int, seconds: float) -> None:
-    """Waits until rank 0 listens: a TCPStore that comes too early tries again only after up to a second."""
+def _wait_for_listener(port: int, seconds: float) -> float:
+    """Waits until rank 0 listens: a TCPStore that comes too early tries again only after up to a second.
+
+    Returns the seconds that are left, 1 at least.
+    """
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            return
+            break
         time.sleep(0.005)
+    return max(1.0, end - time.monotonic())
 
 
 def store_at(address: str, port: int, timeout: timedelta) -> TCPStore:

@@ -6,6 +6,7 @@ It is the first child of a supervisor (`launch/supervisor.py`), and has started 
 import gc
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -46,25 +47,29 @@ def serve(ranks: int) -> None:
     supervisor, parent = socket.socket(fileno=int(os.environ.pop(SOCKET))), os.getppid()
     with suppress(ConnectionError):
         supervisor.send(b'{"ready": true}')
-    spares: list[tuple[int, int]] = []  # of each rank to come: its process, and the pipe at which it waits for its orders
+    spares: dict[int, tuple[int, int]] = {}  # of each rank to come: its process, and the pipe at which it waits for its orders
     while order := _next_order(supervisor):
         sys.stdout.flush()
         sys.stderr.flush()
-        for rank in range(len(spares), ranks or 1):
+        for rank in range(ranks or 1):
+            if rank in spares and not _is_closed(spares[rank][1]):
+                continue
             pid, pipe = _fork(parent)
             if pid == 0:
+                if not (own := os.read(pipe, 1 << 12)):
+                    os._exit(TRY_AGAIN)  # the fork server has ended
                 for number, handler in before.items():
                     signal.signal(number, handler)
-                _become(rank, ranks, **json.loads(os.read(pipe, 1 << 12)))
+                _become(rank, ranks, **json.loads(own))
                 os.close(pipe)
                 _SUPERVISOR.append(supervisor)
                 return
-            spares.append((pid, pipe))
-        pids = [pid for pid, _ in spares]
+            spares[rank] = pid, pipe
+        pids = [pid for pid, _ in spares.values()]
         if order == SPARES:
             supervisor.send(json.dumps({"spares": pids}).encode())
             continue
-        for _, pipe in spares:
+        for _, pipe in spares.values():
             with suppress(OSError):  # it was killed
                 os.write(pipe, order)
             os.close(pipe)
@@ -73,6 +78,13 @@ def serve(ranks: int) -> None:
     if memory := os.environ.get(MEMORY):  # the supervisor was killed, and its ranks with it
         shutil.rmtree(memory, ignore_errors=True)
     os._exit(0)
+
+
+def _is_closed(pipe: int) -> bool:
+    """Returns whether nothing reads a pipe any more."""
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return bool(poll.poll(0))
 
 
 def _next_order(supervisor: socket.socket) -> bytes:

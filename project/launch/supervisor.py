@@ -175,8 +175,10 @@ class Supervisor:
             self._attempt += 1
         self._socket.close()  # by which the fork server ends
         self._server.wait()
-        self._spares = []
-        self._kill()
+        for pid in self._spares:
+            kill_with_children(pid)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
         if self._given_up:
             return TRY_AGAIN
         failed = [rank.code for rank in self._ranks if rank.code]

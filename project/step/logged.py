@@ -266,6 +266,7 @@ class Results(_ResultCollection):
             fx, name = meta.pop("fx"), meta.pop("name")
             # As when it was logged for the first time, but without that value, which the ranks need not meet for.
             how = {**meta, "batch_size": 1, "sync_dist_fn": reduce, "rank_zero_only": entry["sync"]["rank_zero_only"]}
+            self._own_values.add(name)  # nothing is to be told of it here
             self.log(fx, name, torch.zeros(()), **how)
             metric: _ResultMetric = self[key]
             metric.reset()

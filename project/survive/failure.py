@@ -56,8 +56,8 @@ _FIRST, _SECOND, _LINGER = 1.0, 2.0, 6.0
 _LONGEST = 1_000  # characters of an error's cause, and of its hint
 EXITING = threading.Event()
 """Set when the watchdog's thread ends this process: an error that the main thread gets from that is no news."""
-RESUMED_BY = ['trainer.fit(..., ckpt_path="last")']
-"""What resumes a run; the last one counts: the command line adds itself."""
+BY_COMMAND = threading.Event()
+"""Set where the command line runs the fit: the same command resumes it."""
 WHOLE = "whole"
 """The attribute of a log record with the text for a file, where a terminal gets a shorter one."""
 
@@ -169,12 +169,14 @@ def one_line(error: BaseException) -> str:
 
 def resumption(folder: Path | None, changed: bool = False) -> str:
     """Returns whether there is a checkpoint in a run's folder to resume from, in a sentence. `changed`: not as it was."""
-    subject = "Then it" if changed else RESUMED_BY[-1]
-    if folder is None:
-        return f"{subject} goes on from the newest checkpoint."
-    if newest := checkpoints_in(folder / "checkpoints")[-1:]:
-        return f"{subject} goes on from {newest[0]}."
-    return f"There is no checkpoint yet: {subject[0].lower()}{subject[1:]} begins anew."
+    newest = checkpoints_in(folder / "checkpoints")[-1:] if folder else []
+    if not BY_COMMAND.is_set():
+        known = f'trainer.fit(..., ckpt_path="{newest[0]}")' if newest else "trainer.fit with ckpt_path"
+        return "There is no checkpoint yet." if folder and not newest else f"{known} goes on from the newest checkpoint."
+    subject = "Then it" if changed else "The same command"
+    if folder and not newest:
+        return f"There is no checkpoint yet: {subject[0].lower()}{subject[1:]} begins anew."
+    return f"{subject} goes on from {newest[0] if newest else 'the newest checkpoint'}."
 
 
 def message(error: BaseException, folder: Path | None = None) -> str:

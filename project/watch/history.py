@@ -239,7 +239,7 @@ def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
             elif lives and entry["state"] in _STATES:
                 life = lives[-1]
                 why = None if entry["why"] is None else as_text(entry["why"])
-                end_step = life.step if step is None else as_count(step)  # None: from a warden, which knows no steps
+                end_step = life.step if step is None else max(life.step, as_count(step))
                 life.end, life.state, life.why, life.end_step = time, entry["state"], why, end_step
                 life.cut_off = step is None or life.state == "killed"  # a warden's step is up to a second old
                 life.where, life.traceback = as_text(entry.get("where", "")), as_text(entry.get("traceback", ""), _TRACEBACK)
@@ -261,6 +261,8 @@ def _known(entry: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in entry.items()
         if value is None or isinstance(value, (str, int, float))
     }
+    if entry.get("began") is not None:
+        as_time(entry["began"])
     for name in ("of", "global_batch"):
         if entry.get(name) is not None:
             as_count(entry[name])

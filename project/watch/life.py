@@ -54,8 +54,13 @@ class Life(Callback):
         self._began = False
         self._first_step: int | None = None
         self._failure: Cause | None = None
+        self._set_up = 0.0
+        """When this fit began, in a process of Python's, which may have done other things before."""
         self.wrote = False
         """Whether there is anything to read."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._set_up = time.time()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._began = True
@@ -67,7 +72,7 @@ class Life(Callback):
             trainer,
             "start",
             pid=os.getpid(),
-            began=round(time.time() - process_age(os.getpid()), 3),
+            began=round(self._set_up if self._changed is None else time.time() - process_age(os.getpid()), 3),
             user=_user(),
             command=masked_command(["python", *sys.orig_argv[1:]])[:_COMMAND],
             changed=self._changed() if trainer.is_global_zero and self._changed else None,
@@ -98,7 +103,7 @@ class Life(Callback):
         before = lives_of(Path(trainer.default_root_dir) / FILE)
         for name, value in now.items():
             # A run of a version that did not write it down has no such entry.
-            if before and name in before[-1].known and (last := before[-1].known[name]) != value:
+            if trainer.global_step and before and name in before[-1].known and (last := before[-1].known[name]) != value:
                 log.warning("The run goes on with another %s: %s -> %s", name, last or "none", value or "none")
         return now
 

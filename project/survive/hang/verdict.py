@@ -16,7 +16,7 @@ from pathlib import Path
 
 from project.cluster import reachability
 from project.errors import TRY_AGAIN
-from project.survive.failure import RESUMED_BY
+from project.survive.failure import resumption
 from project.survive.hang import flights, stacks
 from project.survive.hang.heartbeats import Flight, Heartbeat, Member, Message, heartbeat_from_dict
 from project.survive.hang.leaving import RankContext, exit_process, flush, run_with_timeout
@@ -169,7 +169,7 @@ def report_and_exit(judged: Verdict, context: RankContext) -> None:
         run_with_timeout(_PATIENCE, lambda: _write_stacks(folder, judged, written))
     if reports:
         where = f"\nThe stacks of all ranks: {context.folder}/hang-rank*.txt" if context.folder else ""
-        again = f"All ranks end, with exit code {TRY_AGAIN}. {RESUMED_BY[-1]} goes on from the newest checkpoint."
+        again = f"All ranks end, with exit code {TRY_AGAIN}. {resumption(None)}"
         text = f"{judged}{where}\n{again} HINT: {judged.hint}"
         run_with_timeout(_PATIENCE, lambda: log.error(text))
         run_with_timeout(_PATIENCE, lambda: _tell_torchrun(f"{judged.at_fault[0]}"))

@@ -169,7 +169,7 @@ class Watchdog(Callback):
         self._begin_phase("start-up")
         if trainer.world_size == 1 or not dist.is_initialized():
             self.folder = Path(trainer.default_root_dir)
-            self._send_life_file()
+            self._send_life_file(stage)
             return
         channel = Channel(own_address())
         own = self._own_member(channel.address), channel.secret, trainer.default_root_dir
@@ -184,12 +184,12 @@ class Watchdog(Callback):
         assert self._warden is not None
         file = f"{self.folder}/hang-rank{self._rank}.txt"
         self._warden.send(rank=self._rank, secret=channel.secret, addresses=others, file=file)
-        self._send_life_file()
+        self._send_life_file(stage)
         self._channel = channel
 
-    def _send_life_file(self) -> None:
-        """Sends the warden of rank 0 the file in which it records how the run ended, if the rank can't."""
-        if self._rank == 0 and self.life is not None and self._warden is not None:
+    def _send_life_file(self, stage: str) -> None:
+        """Sends the warden of rank 0 the file in which it records how a fit ended, if the rank can't."""
+        if stage == "fit" and self._rank == 0 and self.life is not None and self._warden is not None:
             self._warden.send(life=str(self.life.absolute()))
 
     def _own_member(self, address: tuple[str, int] = ("", 0)) -> Member:
