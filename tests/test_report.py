@@ -270,9 +270,9 @@ def test_a_run_elsewhere_goes_on_by_its_path_and_a_failed_one_after_its_cause_is
 def test_what_mends_the_cause_stands_below_it(copied):
     folder, _ = copied
     (folder / "log.txt").write_text(
-        "2026-01-01 10:00:00,123 ERROR   The disk is full. HINT: make room.\n"
-        "2026-01-01 10:00:01,123 ERROR   [rank 0, h1] The run hangs: rank 1.\nstacks\nAll end. HINT: see what it reads.\n"
-        "2026-01-01 10:00:02,123 WARNING The run hangs: rank 1. HINT: buy another one.\n"
+        "2999-01-01 10:00:00,123 ERROR   The disk is full. HINT: make room.\n"
+        "2999-01-01 10:00:01,123 ERROR   [rank 0, h1] The run hangs: rank 1.\nstacks\nAll end. HINT: see what it reads.\n"
+        "2999-01-01 10:00:02,123 WARNING The run hangs: rank 1. HINT: buy another one.\n"
     )
     for name in ("hang-rank1.txt", "hang-rank0.txt", "hang-rank<b>.txt"):
         (folder / name).touch()
@@ -356,7 +356,7 @@ def test_what_is_damaged_is_left_out(place, tmp_path):
     whole = (place / "lightning_logs/it/life.jsonl").read_text()
     (folder / "life.jsonl").write_text(whole[:-30])
     (folder / "config.yaml").write_text("a: [")
-    (folder / "log.txt").write_text("2026-01-01 10:00:00,123 WARNING [rank 1, there] <b>slow</b>\nTraceback\n")
+    (folder / "log.txt").write_text("2999-01-01 10:00:00,123 WARNING [rank 1, there] <b>slow</b>\nTraceback\n")
     history = read_history(folder, "half")
     assert [one.state for one in history.lives] == ["killed", "stopped", "killed"]
     assert "&lt;b&gt;slow" in page(history)
