@@ -356,7 +356,7 @@ def test_what_is_damaged_is_left_out(place, tmp_path):
     whole = (place / "lightning_logs/it/life.jsonl").read_text()
     (folder / "life.jsonl").write_text(whole[:-30])
     (folder / "config.yaml").write_text("a: [")
-    (folder / "log.txt").write_text("2999-01-01 10:00:00,123 WARNING [rank 1, there] <b>slow</b>\nTraceback\n")
+    (folder / "log.txt").write_text("2026-01-01 10:00:00,123 WARNING [rank 1, there] <b>slow</b>\nTraceback\n")
     history = read_history(folder, "half")
     assert [one.state for one in history.lives] == ["killed", "stopped", "killed"]
     assert "&lt;b&gt;slow" in page(history)

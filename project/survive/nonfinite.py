@@ -8,6 +8,7 @@ is read two steps later, the device skips the step by itself if it may, and no c
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -246,7 +247,7 @@ class NonFinite(Callback):
         what = _describe(step, faults, _faulty_parameters(module) if module and not faults else [], everywhere)
         self._faults_in_a_row += 1
         if self.act == "stop" or self._faults_in_a_row > _IN_A_ROW:
-            self._save_and_stop(trainer, what, _hint(trainer, faults, everywhere), before=module is not None)
+            self._save_and_stop(trainer, what, lambda: _hint(trainer, faults, everywhere), before=module is not None)
         self.skipped += 1
         self._log_count(trainer, step, "train/skipped_steps", self.skipped)
         if trainer.is_global_zero:
@@ -258,13 +259,14 @@ class NonFinite(Callback):
         for logger in measurement_loggers(trainer):
             logger.log_metrics({tag: count}, step=step.number)
 
-    def _save_and_stop(self, trainer: Trainer, what: str, hint: str, before: bool) -> None:
+    def _save_and_stop(self, trainer: Trainer, what: str, hint_of: Callable[[], str], before: bool) -> None:
         """Saves a checkpoint if the state is sound, and ends all ranks. `before`: the step has not been taken, so it may be."""
         checkpoints = checkpoints_of(trainer)
         if checkpoints and before and _parameters_are_finite(trainer.lightning_module):
             checkpoints.save(trainer)
         if checkpoints:
             checkpoints.wait()
+        hint = hint_of()  # now that the checkpoints are there that it names
         if trainer.is_global_zero:
             saved = checkpoints.last if checkpoints else None
             where = f"the newest checkpoint is from before: {saved}" if saved else "there is no checkpoint yet"
