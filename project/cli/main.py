@@ -59,7 +59,7 @@ from project.survive.recovery import Recovery
 from project.survive.requeue import listen_for_signals
 from project.survive.tracebacks import Folded
 from project.trainer import Trainer
-from project.typed import callbacks_of, typed
+from project.typed import callbacks_of
 from project.untrusted import write_text
 from project.watch import loggers
 from project.watch.console import RankLogs, log_to, open_log
@@ -272,9 +272,8 @@ class ProjectCLI(LightningCLI):
         assert isinstance(trainer, Trainer)
         refuse_ranks_in_process(trainer.strategy, "and this program goes on where they end")
         trainer.configuration = configuration
-        for callback in typed(trainer).callbacks:
-            if isinstance(callback, (Watchdog, Recovery)) and self.subcommand == "fit":
-                callback.life = self.folder / LIFE
+        for recovery in callbacks_of(trainer, Recovery) if self.subcommand == "fit" else ():
+            recovery.life = self.folder / LIFE
         if self._begun is not None:
             saved = self._begun[1]
             at = saved["position"]

@@ -339,8 +339,8 @@ class WatchedRank:
 
     def look_at_memory(self) -> None:
         """Notes what the rank and its loader processes hold, for the case that they are killed for it."""
-        others = {os.getpid(), *(child for child in children(self.pid, f"{self.pid}") if _rank_of(child) != _rank_of(self.pid))}
-        loaders = [held for child in children(self.pid, f"{self.pid}") if child not in others and (held := _memory(child))]
+        rank, started = _rank_of(self.pid), [child for child in children(self.pid, f"{self.pid}") if child != os.getpid()]
+        loaders = [held for child in started if _rank_of(child) == rank and (held := _memory(child))]
         if own := _memory(self.pid):
             self._held = own, sum(loaders), len(loaders)
 
