@@ -293,14 +293,15 @@ def test_what_mends_the_cause_stands_below_it(copied):
 
 def test_the_shares_of_a_step_add_up_to_one(place):
     history = read_history(place / "lightning_logs/it", "it")
-    for tag, value in (("speed/forward", 0.4), ("speed/backward", 0.3), ("speed/rest", 0.01)):
-        history.curves[tag] = [point._replace(value=value) for point in history.curves["speed/rest"]]
+    measured = {**dict.fromkeys(PHASES, 0.0), "forward": 0.4, "backward": 0.3, "rest": 0.01}
+    for name, value in measured.items():
+        history.curves[f"speed/{name}"] = [point._replace(value=value) for point in history.curves["speed/rest"]]
     parts = shares_of_a_step(history)
     assert sum(parts.values()) == pytest.approx(1)
     assert parts["forward"] == 0.4
-    assert parts["rest"] > 0.01
+    assert parts["rest"] == pytest.approx(0.3)
     history.curves["speed/backward"] = [point._replace(value=0.9) for point in history.curves["speed/rest"]]
-    assert sum(shares_of_a_step(history).values()) == pytest.approx(1, abs=5e-3)
+    assert sum(shares_of_a_step(history).values()) == pytest.approx(1)
     for tag in PHASES:
         history.curves.pop(f"speed/{tag}", None)
     assert shares_of_a_step(history) == {}

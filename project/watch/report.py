@@ -97,7 +97,7 @@ def shares_of_a_step(history: History) -> dict[str, float]:
     """Returns the shares of a step's time, by phase: medians, which don't add up to 1, and the rest is what they lack."""
     measured = {name: share for name, share in history.shares.items() if name != "rest" and math.isfinite(share)}
     whole = max(1.0, sum(measured.values()))
-    parts = {name: round(share / whole, 3) for name, share in measured.items()}
+    parts = {name: share / whole for name, share in measured.items()}
     return {**parts, "rest": max(0.0, 1 - sum(parts.values()))} if parts else {}
 
 
