@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from project.checkpoints.reading import memory_folder
 from project.cluster.group import Group
 from project.cluster.place import host, short
 from project.errors import UserError
@@ -92,6 +93,17 @@ class Measured:
     @property
     def rest(self) -> float:
         return max(0.0, self.compute - self.forward - self.backward - self.optimizer) + self.other
+
+
+def _kept_flops(module: LightningModule, shape: Sequence[int]) -> float:
+    """Returns the operations for a sample: ranks that are started again need not count them again."""
+    file = None if (folder := memory_folder()) is None else folder / "flops"
+    if file is not None and file.exists():
+        return float(file.read_text())
+    counted = flops(network_of(module), shape)
+    if file is not None:
+        file.write_text(str(counted))
+    return counted
 
 
 class Throughput(Callback):
@@ -180,7 +192,7 @@ class Throughput(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         if not self._warm and self._flops is None and trainer.is_global_zero:
             if isinstance(batch, dict) and isinstance(images := batch.get("image"), Tensor):
-                self._flops = flops(network_of(pl_module), images.shape[1:])
+                self._flops = _kept_flops(pl_module, images.shape[1:])
             self._peak = peak(trainer)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:

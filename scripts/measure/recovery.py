@@ -3,7 +3,8 @@
 
     .venv/bin/python scripts/measure/recovery.py [RANKS] [KILLS]
 
-The two take turns of two kills each, on MiniResNet of configs/ddp.yaml with small images, on the CPU, a thread for each rank.
+They take turns of two kills each, seconds after a start, on MiniResNet of configs/ddp.yaml with small images, on the CPU,
+a thread for each rank.
 Prints medians (and the least and the most), and how many steps were taken again.
 """
 
@@ -22,6 +23,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS_IN_A_TURN = 2
+SPARES_AFTER = 3.0  # seconds after a start: by then its spare ranks are there
 WORDS = (
     *("fit", f"--config={ROOT}/configs/ddp.yaml", "--run=it", "--trainer.accelerator=cpu", "--trainer.threads=1"),
     *("--data.source.init_args.image_size=8", "--data.source.init_args.train_size=25600", "--data.num_workers=0"),
@@ -55,7 +57,7 @@ def kills(folder: Path, program: subprocess.Popen[bytes], ranks: int) -> Iterato
     """Kills ranks at random; yields the seconds until the first new step has ended, and how many steps are taken again."""
     seen = 0
     for _ in range(KILLS_IN_A_TURN):
-        while len(steps(folder)) < seen + random.randint(15, 40):
+        while len(taken := steps(folder)) < seen + random.randint(15, 40) or time.time() < taken[seen][0] + SPARES_AFTER:
             assert program.poll() is None, (folder / "output").read_text()
             time.sleep(0.01)
         before, process = steps(folder), int((folder / f"rank-{random.randrange(ranks)}").read_text())
