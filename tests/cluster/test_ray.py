@@ -13,7 +13,7 @@ import torch
 
 from tests.cluster.machine import wait_until
 from tests.cluster.ray_hosts import RayHosts
-from tests.cluster.training import FIT, assert_same_curve, slowly, step
+from tests.cluster.training import FIT, RECOVER, assert_same_curve, slowly, step
 from tests.conftest import forked, took
 from tests.survive.test_resume import same
 
@@ -99,6 +99,14 @@ def test_a_killed_rank_and_a_signal_to_the_driver(cluster, two_ranks, tmp_path):
     (tmp_path / "hurry").touch()
     driver = cluster.start(*FIT, slowly(0.05), *TWO, cwd=tmp_path)
     assert driver.code() == 0, driver.output()
+    assert_same(tmp_path, two_ranks)
+
+
+@pytest.mark.faults
+def test_killed_ranks_are_replaced_and_ray_need_not_know(cluster, two_ranks, tmp_path):
+    driver = cluster.start(*FIT, *RECOVER, *TWO, "--max-failures=0", cwd=tmp_path)
+    assert driver.code() == 0, driver.output()
+    assert driver.output().count("All ranks resume") == 2
     assert_same(tmp_path, two_ranks)
 
 
