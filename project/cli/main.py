@@ -40,7 +40,7 @@ from project.doctor.memory_forecast import dry_run, on_meta
 from project.errors import WRONG, FaultError, NonFiniteError, UserError, as_user_error
 from project.export.export import SETTINGS, export, exportable
 from project.launch import early_start
-from project.launch.fork_server import is_fork_server, serve
+from project.launch.fork_server import compute_alone, is_fork_server, serve
 from project.launch.kubernetes import manifest
 from project.launch.launcher import Launch, LaunchError, detect, rank_said
 from project.launch.manifest import command
@@ -463,6 +463,7 @@ def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Tr
     open_log(rank, host())
     say = log.info
     try:
+        compute_alone()
         rank = detect().rank
         open_log(rank, host())
         words = with_trial(sys.argv[1:])

@@ -15,17 +15,27 @@ import threading
 import time
 from contextlib import suppress
 
+import torch
+
 from project.cluster.place import MEMORY
 from project.errors import TRY_AGAIN, UserError
 from project.launch.orphans import end_with_parent
 from project.launch.supervisor import ATTEMPT, PASSED_ON, SOCKET, SPARES
 
 _SUPERVISOR: list[socket.socket] = []  # this rank's way to its supervisor
+_THREADS: list[int] = []  # of a rank's operations, where the fork server has one
 
 
 def is_fork_server() -> bool:
     """Returns whether a supervisor has started this process to fork ranks."""
     return SOCKET in os.environ
+
+
+def compute_alone() -> None:
+    """Has this process compute in one thread, if it is to fork ranks: forks would wait for OpenMP's threads, which they lack."""
+    if is_fork_server():
+        _THREADS.append(torch.get_num_threads())
+        torch.set_num_threads(1)
 
 
 def serve(ranks: int) -> None:
@@ -40,6 +50,11 @@ def serve(ranks: int) -> None:
         raise UserError(
             f"recover.restarts forks the ranks from one process, and something that the configuration names has started "
             f"threads when it was imported ({names}). HINT: start them in setup(), or set recover.restarts=0."
+        )
+    if _has_used_cuda():
+        raise UserError(
+            "recover.restarts forks the ranks from one process, and something that the configuration names has used CUDA when "
+            "it was imported. HINT: use devices in setup() or later, or set recover.restarts=0."
         )
     before = {number: signal.signal(number, signal.SIG_IGN) for number in PASSED_ON}
     gc.collect()
@@ -61,6 +76,7 @@ def serve(ranks: int) -> None:
                 for number, handler in before.items():
                     signal.signal(number, handler)
                 _become(rank, ranks, **json.loads(own))
+                torch.set_num_threads(_THREADS.pop())
                 os.close(pipe)
                 _SUPERVISOR.append(supervisor)
                 return
@@ -78,6 +94,13 @@ def serve(ranks: int) -> None:
     if memory := os.environ.get(MEMORY):  # the supervisor was killed, and its ranks with it
         shutil.rmtree(memory, ignore_errors=True)
     os._exit(0)
+
+
+def _has_used_cuda() -> bool:
+    """Returns whether CUDA has been used here, after which no fork of this process can use it: a fork tells."""
+    if pid := os.fork():
+        return bool(os.waitpid(pid, 0)[1])
+    os._exit(torch.cuda._is_in_bad_fork())
 
 
 def _is_closed(pipe: int) -> bool:

@@ -151,6 +151,7 @@ class Supervisor:
         environment = {**os.environ, SOCKET: str(server.fileno()), SUPERVISED: self._name(), LAUNCHER: str(os.getppid())}
         environment |= {MEMORY: str(memory)} if memory else {}
         environment |= {PORT: str(self._peers.port)} if self._peers else {}
+        environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() leaves CUDA to the ranks
         command = [sys.executable, *sys.orig_argv[1:]]
         self._server = subprocess.Popen(command, env=environment, pass_fds=[server.fileno()])
         server.close()

@@ -180,6 +180,19 @@ def test_threads_that_a_users_module_starts_when_it_is_imported_are_named(tmp_pa
     assert "Traceback" not in done.output
 
 
+def test_ranks_compute_in_threads_after_a_users_module_has_when_it_was_imported(tmp_path):
+    """OpenMP's threads are not forked, and a fork that has its notes of them waits for them without an end."""
+    (tmp_path / "table.py").write_text(
+        "import torch\nfrom tests.own import Regression\ntorch.ones(10_000_000).sum()\nclass Table(Regression):\n"
+        "    def on_train_start(self):\n        torch.ones(10_000_000).sum()\n"
+        "        print('threads:', torch.get_num_threads())\n"
+    )
+    words = (*RUNS["own"], *RECOVER, "--model=table.Table", "--trainer.max_epochs=1", "--trainer.threads=2")
+    done = program(tmp_path, *words, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert done.code == 0, done.output
+    assert "threads: 2" in done.output
+
+
 def test_ranks_that_are_lost_again_and_again_are_given_up(tmp_path):
     always = "--trainer.callbacks=" + json.dumps([{"class_path": "tests.survive.broken.AlwaysKilled"}])
     done = program(tmp_path, *RUNS["own"], *RECOVER, "--trainer.devices=2", always)

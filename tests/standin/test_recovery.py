@@ -1,0 +1,39 @@
+"""Lost ranks on GPUs are replaced by forks of a process that has not used CUDA: `recover.restarts`."""
+
+import pytest
+
+from tests.conftest import Cli
+from tests.standin.test_runs import DDP, fault, final, plugged
+from tests.survive.test_resume import curves, same
+
+pytestmark = pytest.mark.slow
+
+RECOVER = ("--recover.restarts=9", "--recover.every_n_steps=2")
+
+
+@pytest.mark.parametrize(("launcher", "ranks"), [("python", 2), pytest.param("torchrun", 3, marks=pytest.mark.faults)])
+def test_killed_ranks_on_gpus_are_replaced(gpu: Cli, gpu_program: Cli, launcher: str, ranks: int) -> None:
+    kill = plugged(fault(rank=1, step=3, how="kill"))
+    started = {"torchrun": ranks} if launcher == "torchrun" else {}
+    words = () if started else (f"--trainer.devices={ranks}",)
+    recovered = gpu_program(*DDP, *RECOVER, *words, kill, gpus=ranks, **started)
+    assert recovered.code == 0, recovered.output
+    assert recovered.output.count("All ranks resume") == 1
+    assert " on cuda" in recovered.output
+    ours, our_curves = final(recovered.folder), curves(recovered.folder)
+    whole = gpu(*DDP, "--run=whole", plugged(), ranks=ranks)
+    assert whole.code == 0, whole.output
+    (recovered.folder / "lightning_logs/it").rename(recovered.folder / "recovered")
+    (recovered.folder / "lightning_logs/whole").rename(recovered.folder / "lightning_logs/it")
+    assert same(ours, final(whole.folder))
+    assert our_curves == curves(whole.folder)
+
+
+def test_a_module_that_uses_cuda_when_it_is_imported_is_refused(gpu_program: Cli, tmp_path) -> None:
+    (tmp_path / "touching.py").write_text(
+        "import torch\nfrom lightning.pytorch import Callback as Own\nNAME = torch.cuda.get_device_name(0)\n"
+    )
+    own = '--trainer.callbacks=[{"class_path": "touching.Own"}]'
+    refused = gpu_program(*DDP, *RECOVER, "--trainer.devices=2", own, gpus=2)
+    assert refused.code == 2, refused.output
+    assert "has used CUDA when it was imported. HINT: " in refused.output
