@@ -40,7 +40,7 @@ def compare(run: Recorded, other: Recorded) -> Verdict | None:
     for step in steps:
         taken, other_taken = run.steps[step], other.steps[step]
         if not same_step(taken, other_taken):
-            lines = [f"{pair} are not the same: step {step} (epoch {taken.record.epoch}) is the first that differs."]
+            lines = [f"{pair} are not the same: step {step} (epoch {taken.record.epoch + 1}) is the first that differs."]
             lines += _batches_by_ranks(taken.start, other_taken.start)
             return Verdict(False, [*lines, *_where(run, other, taken, other_taken)], (taken.start, other_taken.start))
     return Verdict(True, [f"{pair} are the same to the last bit {_how_far(run, other, steps)}."])

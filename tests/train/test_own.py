@@ -163,7 +163,7 @@ def test_a_gpt_whose_loss_is_not_finite_stops_before_that_step(folders):
     folder = folders("it")
     done = forked(folder, *MODULES["gpt"], "--model.init_args.lr=1e30", "--model.init_args.warmup_steps=0", ranks=2)
     assert done.code == 1, done.output
-    assert "The loss of step 2 (epoch 0) is not finite: nan in all its " in done.output
+    assert "The loss of step 2 (epoch 1) is not finite: nan in all its " in done.output
     assert newest(folder)["global_step"] == 1
 
 
