@@ -61,7 +61,7 @@ from project.step.gathering import gather_evenly
 from project.step.gradients import Gradients
 from project.step.loaders import Loaders
 from project.step.logged import Logged, Results
-from project.step.position import warn_if_cut_short
+from project.step.position import is_over, warn_if_cut_short
 from project.step.precision import on_cpu
 from project.step.state import StepState
 from project.step.supported_strategies import refuse_strategy
@@ -254,7 +254,9 @@ class Trainer(TypedTrainer):
         return least_seconds(self, data.sample_shape) if data is not None and isinstance(data, SelfDealing) else 0.0
 
     def _run_sanity_check(self) -> None:
-        """Runs the sanity check; with `exact` it looks at the same samples on any number of ranks."""
+        """Runs the sanity check, where anything is to be trained; with `exact` of the same samples on any number of ranks."""
+        if is_over(self):
+            return
         with self._moments.without_check():
             if not self.exact or not self.num_sanity_val_steps:
                 super()._run_sanity_check()

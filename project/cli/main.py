@@ -387,6 +387,13 @@ class ProjectCLI(LightningCLI):
         path = Path(str(configs[-1] if configs else "default"))
         return path.absolute().parent.name if path.name == "config.yaml" else path.stem
 
+    def before_validate(self) -> None:
+        """Leaves the figures to our own line, which log.txt has, too: Lightning's table would print them again."""
+        if isinstance(self.trainer.progress_bar_callback, Progress):
+            self.config_init[self.subcommand].verbose = False
+
+    before_test = before_validate
+
     def after_validate(self) -> None:
         """Writes VERB.json: the metrics, and of which weights they are."""
         if self.trainer.is_global_zero:

@@ -205,5 +205,5 @@ def test_a_step_that_follows_from_the_number_of_ranks_is_the_first_cause():
     other = run((alone, steps(1, s1=step(1, weights="f" * 16))))
     verdict = compare(run((START, steps(1))), other)
     assert "A step has 4 micro-batches on 2 rank(s), and 2 on 1" in verdict.lines[1]
-    assert "HINT: trainer.global_batch_size" in verdict.lines[2]
+    assert "HINT: trainer.global_batch_size" in verdict.lines[1]
     assert not any("micro-batches" in line for line in surroundings(START, alone))
