@@ -12,7 +12,10 @@ from rich.table import Table
 from project.cli import differences, report, runs, same
 from project.cli.reading import folded
 from project.doctor.findings import Finding, show
+from project.errors import Cause
 from project.tables import fit_table
+from project.watch.history import lives_of
+from project.watch.life import _entries
 from tests.watch.test_comparison import START, step
 
 NAME = "a-run-with-a-rather-long-name-20261127-015502"
@@ -66,6 +69,19 @@ def test_a_doctors_table_fits_80_columns(terminal):
     show([finding], Console(file=out, width=80, force_terminal=True, color_system=None))
     terminal(out.getvalue())
     assert "Look at its cable" in out.getvalue()
+
+
+def test_of_a_long_cause_the_end_is_kept_too(tmp_path):
+    """The exception's own words stand last, after all that it quotes."""
+    entries = _entries(Cause(f"RuntimeError: {'x' * 2000} the tensor is empty"))
+    start = {"event": "start", "time": 1.0, "step": 0, "ranks": 1}
+    stop = {"event": "stop", "time": 2.0, "step": 1, "state": "failed", **entries}
+    (tmp_path / "life.jsonl").write_text(f"{json.dumps(start)}\n{json.dumps(stop)}\n")
+    (life,) = lives_of(tmp_path / "life.jsonl")
+    assert life.why is not None
+    assert len(life.why) == 1000
+    assert life.why.startswith("RuntimeError: x")
+    assert life.why.endswith("x the tensor is empty")
 
 
 def test_lines_are_folded_between_words():

@@ -365,15 +365,17 @@ class ProjectCLI(LightningCLI):
         if settings.doctor:
             self.doctor(self.model, self.datamodule, fast=True, join_timeout=settings.trainer.join_timeout)
 
-    def doctor(self, model: LightningModule, datamodule: LightningDataModule, **settings: Any) -> None:
-        """Ends the program where the cluster is not fit for the run."""
+    def doctor(self, model: LightningModule, datamodule: LightningDataModule | None = None, **settings: Any) -> None:
+        """Ends the program where the cluster is not fit for the run. A run that it was not named for gets no folder."""
         outcome = verdict(doctor(self.trainer, model, datamodule, **settings))
         if self.trainer.is_global_zero:
-            log.info("The doctor's findings: %s", self.folder / "doctor.json")
+            beside = self.subcommand == "doctor" and self.config[self.subcommand].run is None
+            path = self._run.keep_alone("doctor.json") if beside else self.folder / "doctor.json"
+            log.info("The doctor's findings: %s", path)
         if outcome == "bad":
             raise SystemExit(1)
 
-    def manifest(self, model: LightningModule, datamodule: LightningDataModule, **settings: Any) -> None:
+    def manifest(self, model: LightningModule, datamodule: LightningDataModule | None = None, **settings: Any) -> None:
         """Prints it, or writes it where it is to go."""
         words, configs = command(sys.argv[2:])
         run = self.config[self.subcommand].run or self._kind()
