@@ -26,7 +26,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_finished_run_is_quiet_and_its_figures_are_printed_once(quick: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_is_quiet_and_its_figures_are_printed_once(quick: Cli) -> None:
     assert quick("fit", *FIT, "--run=it", "--trainer.threads=2").code == 0
     again = quick("fit", *FIT, "--run=it", "--trainer.threads=1", "--change=trainer.threads")
     assert again.code == 0
@@ -60,3 +60,10 @@ def test_help_names_our_own_arguments() -> None:
     assert own >= {"exact", "global_batch_size", "threads"}
     assert {name for name in own if f"    {name}: " not in str(Trainer.__doc__)} == set()
     assert "Customize every aspect" not in str(inspect.getdoc(Trainer.__init__)), "Lightning's text"
+
+
+def test_what_one_rank_refuses_ends_the_program_as_where_all_do(quick: Cli) -> None:
+    done = quick("fit", "--model=tests.survive.broken.Refused", *FIT[1:], "--trainer.devices=2", "--run=it")
+    assert done.code == 2, done.output
+    assert "ERROR   [rank 1, " in done.output
+    assert not (done.folder / "lightning_logs").exists(), "a run that was refused leaves no folder"

@@ -30,7 +30,10 @@ def terminal(tmp_path, monkeypatch, capsys):
     for name, rate in ((NAME, 0.1), (f"{NAME}-2", 0.2)):
         folder = tmp_path / "lightning_logs" / name
         (folder / "checkpoints").mkdir(parents=True)
-        (folder / "fingerprints.jsonl").write_text(START.line() + "".join(step(number, weights=f"{rate}".ljust(16, "0").replace(".", "0")).line(4) for number in (1, 2)))
+        (folder / "fingerprints.jsonl").write_text(
+            START.line()
+            + "".join(step(number, weights=f"{rate}".ljust(16, "0").replace(".", "0")).line(4) for number in (1, 2))
+        )
         (folder / "config.yaml").write_text(yaml.safe_dump({"model": {"a_long_key": "word " * 30, "rate": rate}}))
         manifest = {"position": {"global_step": 12345}, "metrics": {"validation/a_long_metric": rate}}
         (folder / "checkpoints/step-000012345.json").write_text(json.dumps(manifest))
@@ -41,7 +44,7 @@ def terminal(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(type(sys.stdout), "isatty", lambda self: True, raising=False)
 
     def lines(text: str) -> list[str]:
-        text = capsys.readouterr().out if not text else text
+        text = text or capsys.readouterr().out
         assert text
         assert max(map(len, text.splitlines())) <= 80, text
         return text.splitlines()

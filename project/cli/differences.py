@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from project.cli.keys import Node, arguments, below, class_of, document, group
+from project.cli.reading import show
 from project.cluster.settings import differing, of_the_same_classes
 from project.config_files import documents, expand, run_folder
-from project.cli.reading import show
 from project.masking import masked
 
 _ABOUT = """Shows in which keys two configurations differ: YAML files, with what they stand on, or runs. What a YAML does not

@@ -27,9 +27,9 @@ from rich.text import Text
 
 from project.config_files import RUNS
 from project.step.monitored import chosen_metric
+from project.tables import fit_table
 from project.untrusted import LARGEST_COUNT, as_count, printable, read_end, read_json, read_yaml
 from project.watch.charts import number
-from project.tables import fit_table
 from project.watch.history import FILE, held, lives_of
 
 _ABOUT = f"""Lists the runs in {RUNS}/: their state, the time since the last sign of life, ranks, steps, the best value of the

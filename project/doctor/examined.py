@@ -48,7 +48,7 @@ class ExaminedRun:
         self.environment = of_this_rank(self.device, self.configuration)
         self.micro_batch, self.workers = 1, 0  # until the data was opened
         self.global_batch, self.global_batch_key = global_batch, "trainer.global_batch_size"
-        if isinstance(data, SelfDealing):
+        if data is not None and isinstance(data, SelfDealing):
             self.micro_batch, self.global_batch = data.batch_sizes()
             self.global_batch_key = "data.global_batch_size"
         self.shared_by = shared_by(trainer.strategy)
@@ -56,7 +56,7 @@ class ExaminedRun:
         self.model.trainer = trainer
         self.model.configure_model()
         self.model.setup("fit")
-        self.data: LightningDataModule | LightningModule = data or self.model  # which has loaders itself
+        self.data = self.model if data is None else data  # it has loaders itself
         for name in ("log", "log_dict"):  # what is measured here is not the run's
             self.model.__dict__[name] = lambda *args, **kwargs: None
         trainer.precision_plugin.convert_module(self.model)

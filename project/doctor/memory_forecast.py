@@ -38,8 +38,8 @@ from project.step.batching import accumulation
 from project.step.evaluation import loaders_of
 from project.step.loaders import attached_for_fit
 from project.step.micro_batch import count_samples
-from project.typed import TypedTrainer
 from project.tables import fit_table
+from project.typed import TypedTrainer
 
 log = logging.getLogger(__name__)
 

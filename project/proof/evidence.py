@@ -29,8 +29,8 @@ _DRAW = (
 )
 _GENERATOR = re.compile(r"Generator|random\.|RandomState")
 _OWN_DRAW = (
-    "HINT: {} is a generator of its own, whose place is saved nowhere: in __getitem__ and collate_fn draw from torch's, Python's "
-    "or NumPy's own generators (torch.randn without generator=), which are seeded for each sample."
+    "HINT: {} is a generator of its own, whose place is saved nowhere: in __getitem__ and collate_fn draw from torch's, "
+    "Python's or NumPy's own generators (torch.randn without generator=), which are seeded for each sample."
 )
 _COUNT = "HINT: what counts a rank's own micro-batches depends on the number of ranks: go by trainer.global_step."
 _CLOCK = (

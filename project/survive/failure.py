@@ -229,8 +229,8 @@ def report_error(
     if which == "lost":
         if not _report_lost_rank(error, rank, host, children, folder):
             _wait_for_children(children, _LINGER)
-            if any(child.poll() not in (None, 0, TRY_AGAIN) for child in children):
-                return 1  # it has ended by itself, and would again
+            if codes := {child.poll() for child in children} - {None, 0, TRY_AGAIN}:
+                return WRONG if WRONG in codes else 1  # it has ended by itself, and would again
         return LOST_RANKS.exit_code
     if not alone:
         close_connections(_FIRST)

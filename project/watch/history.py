@@ -253,7 +253,10 @@ def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
                 end_step = life.step if step is None else max(life.step, as_count(step))
                 life.end, life.state, life.why, life.end_step = time, entry["state"], why, end_step
                 life.cut_off = step is None or life.state == "killed"  # a warden's step is up to a second old
-                life.where, life.traceback = as_text(entry.get("where", ""), LONGEST_CAUSE), as_text(entry.get("traceback", ""), _TRACEBACK)
+                life.where, life.traceback = (
+                    as_text(entry.get("where", ""), LONGEST_CAUSE),
+                    as_text(entry.get("traceback", ""), _TRACEBACK),
+                )
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # half a line, which a kill or a full disk has left; or somebody else's
     lives, seen = lives[-_STARTS:], sorted(seen)

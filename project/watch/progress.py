@@ -311,4 +311,6 @@ def _count(number: int, singular: str, many: str) -> str:
 
 
 def _show(metrics: dict[str, float]) -> str:
-    return GAP.join(f"{name} {value:.4f}" if not 0 < abs(value) < 0.001 else f"{name} {value:.3g}" for name, value in metrics.items())
+    return GAP.join(
+        f"{name} {value:.4f}" if not 0 < abs(value) < 0.001 else f"{name} {value:.3g}" for name, value in metrics.items()
+    )

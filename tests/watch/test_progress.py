@@ -150,7 +150,11 @@ def test_there_is_one_speed(trained: tuple[Path, str, str], capsys: pytest.Captu
 
 def test_a_metric_of_an_earlier_epoch_is_marked_and_epochs_count_from_1(trained: tuple[Path, str, str]) -> None:
     _, screen, text = trained
-    assert re.findall(r"(epoch \d\S*)  step (\d+)  recall", text) == [("epoch 1/3", "40"), ("epoch 2/3", "80"), ("epoch 3/3", "120")]
+    assert re.findall(r"(epoch \d\S*)  step (\d+)  recall", text) == [
+        ("epoch 1/3", "40"),
+        ("epoch 2/3", "80"),
+        ("epoch 3/3", "120"),
+    ]
     bar = [line for line in re.split(r"[\r\n]+", screen) if re.match(r"(epoch \d/3  )?step \d+/120", line)]
     marked = {match[1] for line in bar for match in re.finditer(r"(?<!best )((?:last )?recall) 0\.", line)}
     assert marked == {"last recall"}, bar
