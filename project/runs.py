@@ -148,6 +148,14 @@ class Run:
                 self.folder.rmdir()
                 self.folder.parent.rmdir()
 
+    def keep_alone(self, name: str) -> Path:
+        """Moves a file out of the folder of what was no run, which is removed, to beside it; returns where the file is."""
+        kept = self.folder / name
+        if self._is_new:
+            kept = kept.replace(self.folder.with_suffix(kept.suffix))
+            self.discard_if_empty()
+        return kept
+
     def begin(
         self, config: Mapping[str, object], resume: str, change: str | None, start: str | None, content: bool = True
     ) -> tuple[Path, Manifest] | None:

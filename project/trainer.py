@@ -61,15 +61,16 @@ from project.step.gathering import gather_evenly
 from project.step.gradients import Gradients
 from project.step.loaders import Loaders
 from project.step.logged import Logged, Results
-from project.step.position import warn_if_cut_short
+from project.step.position import is_over, warn_if_cut_short
 from project.step.precision import on_cpu
 from project.step.state import StepState
 from project.step.supported_strategies import refuse_strategy
+from project.survive.failure import BY_COMMAND
 from project.survive.hang.watchdog import Watchdog
 from project.survive.nonfinite import Act
 from project.survive.signals import SIGNALS
 from project.typed import TypedTrainer, callbacks_of
-from project.watch.console import name_speaker
+from project.watch.console import name_speaker, sign_lines
 from project.watch.events import Events
 from project.watch.fingerprints import WhenRanksDiffer
 from project.watch.flops import least_seconds
@@ -145,7 +146,10 @@ class Trainer(TypedTrainer):
         val_check_interval: int | float | str | timedelta | dict[str, int] | None = None,
         **kwargs: Any,
     ) -> None:
+        """Takes what the class documents; every other argument is one of lightning.pytorch.Trainer."""
         launch = detect()
+        if launch.rank and not BY_COMMAND.is_set():
+            sign_lines(launch.rank, host())
         settled, lines = launch.settle(kwargs)
         for line in lines:
             log.info(line)
@@ -254,7 +258,9 @@ class Trainer(TypedTrainer):
         return least_seconds(self, data.sample_shape) if data is not None and isinstance(data, SelfDealing) else 0.0
 
     def _run_sanity_check(self) -> None:
-        """Runs the sanity check; with `exact` it looks at the same samples on any number of ranks."""
+        """Runs the sanity check, where anything is to be trained; with `exact` of the same samples on any number of ranks."""
+        if is_over(self):
+            return
         with self._moments.without_check():
             if not self.exact or not self.num_sanity_val_steps:
                 super()._run_sanity_check()

@@ -23,6 +23,7 @@ from project.errors import UserError
 
 LARGEST = 16 << 20  # bytes; a manifest has some thousand
 LARGEST_COUNT = 1 << 53
+LONGEST_CAUSE = 1_000  # characters
 LATEST = 1 << 32  # seconds since 1970: dates after it are none
 _VALUES = 100_000  # that a YAML may stand for, with its aliases written out
 _DEPTH = 100
@@ -32,14 +33,19 @@ _Parser = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, wh
 
 
 def printable(text: str, most: int | None = None) -> str:
-    """Returns a text that does nothing to a terminal but to appear there; of a longer one the first so many characters."""
-    if most is not None and len(text) > most:
-        text = f"{text[:most]} ..."
+    """Returns a text that does nothing to a terminal but to appear there; of a longer one the two ends."""
+    text = text if most is None else both_ends(text, most)
     return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
+def both_ends(text: str, most: int = LONGEST_CAUSE) -> str:
+    """Returns a text; of one with more than so many characters the beginning and the end, where the cause may stand."""
+    start = most * 6 // 10
+    return text if len(text) <= most else f"{text[:start]} ... {text[len(text) - max(0, most - start - 5) :]}"
+
+
 def shortened(error: object, most: int = 300) -> str:
-    """Returns an error's text with not more of what it quotes than a reader needs: the beginning of its cause, and its hint."""
+    """Returns an error's text with not more of what it quotes than a reader needs: the ends of its cause, and its hint."""
     cause, hint, fix = printable(str(error)).partition(" HINT:")
     return f"{printable(cause, most)}{hint}{printable(fix, most)}"
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
@@ -71,10 +72,22 @@ def by_hash(items: list[Any]) -> list[Tensor]:
     return [points + int(first) / 1000, sums]
 
 
+class Noise:
+    """Puts a batch together with noise of a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __call__(self, items: list[Any]) -> list[Tensor]:
+        points, sums = default_collate(items)
+        return [points + float(self.generator.random()), sums]
+
+
 class Points(LightningDataModule):
-    def __init__(self, batch_size: int = 4, num_workers: int = 0, hashes: bool = False) -> None:
+    def __init__(self, batch_size: int = 4, num_workers: int = 0, hashes: bool = False, draws: bool = False) -> None:
         super().__init__()
-        self.settings = {"batch_size": batch_size, "num_workers": num_workers, "collate_fn": by_hash if hashes else None}
+        collate = by_hash if hashes else Noise() if draws else None
+        self.settings = {"batch_size": batch_size, "num_workers": num_workers, "collate_fn": collate}
 
     def _loader(self, size: int, shuffle: bool) -> Any:
         points = torch.randn(size, 4, generator=torch.Generator().manual_seed(size))

@@ -56,6 +56,7 @@ def test_the_promise_holds(prove, tmp_path):
     [
         ("Counts", "step", {}, "Counts.counter: 18, and 0"),
         ("Draws", "epoch", {}, "Draws.noise: torch.Generator"),
+        ("Kept", "step", {"draws": True}, "HINT: Noise.generator is a generator of its own"),
         ("Kept", "twice", {"hashes": True}, "look at the dataset, collate_fn"),
         ("Counts", "ranks-2", {}, "HINT: what counts a rank's own micro-batches"),
         ("Counts", "rank", {}, "All modules gave the same in micro-batch 0: it is what"),

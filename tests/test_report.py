@@ -187,13 +187,13 @@ def test_a_run_that_ends_in_a_hot_loss_says_so(tmp_path):
     assert done.code == 1
     (life,) = read_history(tmp_path / "lightning_logs/it", "it").lives
     assert life.state == "failed"
-    assert life.why.startswith(f"The loss of step {STRUCK} (epoch 0) is not finite: nan on rank 0")
+    assert life.why.startswith(f"The loss of step {STRUCK} (epoch 1) is not finite: nan on rank 0")
     (red,) = red_lines(tmp_path)
     assert f"failed after step {STRUCK - 1}: The loss of step {STRUCK}" in red
     text = (tmp_path / "lightning_logs/it/report.html").read_text()
     assert '<span class="badge failed">failed</span>' in text
     why = unescape(text[text.index("Why it ended") : text.index('<table class="facts">')])
-    assert why.count(f"The loss of step {STRUCK} (epoch 0) is not finite") == 2, "as the cause, and in the end of the log"
+    assert why.count(f"The loss of step {STRUCK} (epoch 1) is not finite") == 2, "as the cause, and in the end of the log"
     events = EventAccumulator(str(tmp_path / "lightning_logs/it")).Reload()
     assert [point.value for point in events.Scalars("watch/run/outcome")] == [0, -1]
 

@@ -235,9 +235,9 @@ def test_a_signal_to_launch_sh_stops_the_run_but_not_sighup_under_nohup(tmp_path
         seen = ""
         for line in run.stdout:
             seen += line
-            if "epoch 0" in line:
+            if "epoch 1" in line:
                 run.send_signal(signal.SIGHUP)
-            elif "epoch 1" in line:  # it did not mind
+            elif "epoch 2" in line:  # it did not mind
                 run.send_signal(signal.SIGTERM)
     assert run.returncode == 143, seen
     assert seen.count("Stopped by SIGTERM after step") == 1

@@ -122,7 +122,7 @@ def test_nothing_is_written_through_a_link(tmp_path):
 def test_what_others_say_does_nothing_to_a_terminal():
     hostile = "h1\x1b]0;owned\x07\x1b[2J \u202egnirts\r\n[red]x[/red]"
     assert printable(hostile) == "h1\\x1b]0;owned\\x07\\x1b[2J \\x202egnirts\\x0d\n[red]x[/red]"
-    assert printable("x" * 50, 10) == "xxxxxxxxxx ..."
+    assert printable("x" * 50 + "end", 20) == "xxxxxxxxxxxx ... end"
     record = logging.LogRecord("project.x", logging.INFO, "", 0, "%s", (hostile,), None)
     record.who = ""
     assert "\x1b" not in _Formatter().format(record)

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from project.cli.keys import Node, arguments, below, class_of, document, group
+from project.cli.reading import show
 from project.cluster.settings import differing, of_the_same_classes
 from project.config_files import documents, expand, run_folder
 from project.masking import masked
-from project.untrusted import printable
 
 _ABOUT = """Shows in which keys two configurations differ: YAML files, with what they stand on, or runs. What a YAML does not
 say has its default. Exit code 0: there is no difference, 1: there is."""
@@ -38,9 +38,9 @@ def _show(first: str, second: str) -> int:
     configs = [masked(filled(read(name))) for name in (first, second)]
     changes = of_the_same_classes(differing([{k: v for k, v in config.items() if k not in _LEFT_OUT} for config in configs]))
     for key, (value, other) in changes.items():
-        print(printable(f"{key}: {_text(value)} -> {_text(other)}"))
+        show(f"{key}: {_text(value)} -> {_text(other)}")
     if not changes:
-        print(printable(f"{first} and {second} say the same."))
+        show(f"{first} and {second} say the same.")
     return int(bool(changes))
 
 

@@ -346,7 +346,7 @@ class ProjectCLI(LightningCLI):
             if manifest["finished"]:
                 log.info("Takes up %s: the end of the run, after %d steps", checkpoint, at["global_step"])
             else:
-                log.info("Goes on from %s: epoch %d, step %d of it", checkpoint, at["epoch"], at["step"])
+                log.info("Goes on from %s: epoch %d, step %d of it", checkpoint, at["epoch"] + 1, at["step"])
             # Where it began stays known: a checkpoint of another run, or nothing.
             own = checkpoint.parent.absolute() in (self.folder / "checkpoints", memory_folder())
             saved["ckpt_path"] = (saved_config(self.folder) or {}).get("ckpt_path") if own else str(checkpoint)
@@ -365,15 +365,17 @@ class ProjectCLI(LightningCLI):
         if settings.doctor:
             self.doctor(self.model, self.datamodule, fast=True, join_timeout=settings.trainer.join_timeout)
 
-    def doctor(self, model: LightningModule, datamodule: LightningDataModule, **settings: Any) -> None:
-        """Ends the program where the cluster is not fit for the run."""
+    def doctor(self, model: LightningModule, datamodule: LightningDataModule | None = None, **settings: Any) -> None:
+        """Ends the program where the cluster is not fit for the run. A run that it was not named for gets no folder."""
         outcome = verdict(doctor(self.trainer, model, datamodule, **settings))
         if self.trainer.is_global_zero:
-            log.info("The doctor's findings: %s", self.folder / "doctor.json")
+            beside = self.subcommand == "doctor" and self.config[self.subcommand].run is None
+            path = self._run.keep_alone("doctor.json") if beside else self.folder / "doctor.json"
+            log.info("The doctor's findings: %s", path)
         if outcome == "bad":
             raise SystemExit(1)
 
-    def manifest(self, model: LightningModule, datamodule: LightningDataModule, **settings: Any) -> None:
+    def manifest(self, model: LightningModule, datamodule: LightningDataModule | None = None, **settings: Any) -> None:
         """Prints it, or writes it where it is to go."""
         words, configs = command(sys.argv[2:])
         run = self.config[self.subcommand].run or self._kind()
@@ -386,6 +388,13 @@ class ProjectCLI(LightningCLI):
         configs = self.config[self.subcommand].config or []
         path = Path(str(configs[-1] if configs else "default"))
         return path.absolute().parent.name if path.name == "config.yaml" else path.stem
+
+    def before_validate(self) -> None:
+        """Leaves the figures to our own line, which log.txt has, too: Lightning's table would print them again."""
+        if isinstance(self.trainer.progress_bar_callback, Progress):
+            self.config_init[self.subcommand].verbose = False
+
+    before_test = before_validate
 
     def after_validate(self) -> None:
         """Writes VERB.json: the metrics, and of which weights they are."""

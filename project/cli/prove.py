@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from project.cli.reading import ended
+from project.cli.reading import ended, show
 from project.cluster.settings import flat
 from project.config_files import documents, expand, option, run_config, without
 from project.errors import WRONG, UserError
@@ -72,18 +72,17 @@ def _prove(root: Path, words: Sequence[str], only: Sequence[str], file: str | No
     plan = shortened(base, json.loads((folder / "facts.json").read_text()), read_yaml(folder / RUN / "config.yaml"))
     like = {trial.like for trial in plan.trials if trial.name in only}
     plan = replace(plan, trials=tuple(trial for trial in plan.trials if trial.name in {*only, *like}))
-    print(plan.summary, flush=True)
-    width = max(len(f"{trial.title}: {trial.skipped}") for trial in plan.trials)
+    show(plan.summary)
     with closing(trials.rows(root, plan)) as results:
         for row in results:
             rows.append(row)
-            took = f"{row.seconds:5.0f} s" if row.seconds else ""
-            print(f"  {row.title:{width}} {row.result:10} {took}".rstrip(), flush=True)
+            took = f"{row.seconds:.0f} s" if row.seconds else ""
+            show(f"  {row.result:9} {took:>5}  {row.title}")
     seconds = time.monotonic() - began
     failed = _explain(plan, rows)
     left_out = sum(row.result == "not tried" for row in rows)
     so_far = f", as far as it was tried: {left_out} of {len(rows)} trials were not" if left_out else ""
-    print(f"The promise {'does NOT hold' if failed else 'holds'} for this configuration{so_far} ({seconds:.0f} s).")
+    show(f"The promise {'does NOT hold' if failed else 'holds'} for this configuration{so_far} ({seconds:.0f} s).")
     if file is not None:
         report = {"holds": not failed, "seconds": round(seconds, 1), "words": plan.words, "trials": [*map(vars, rows)]}
         try:
@@ -108,10 +107,10 @@ def _explain(plan: Plan, rows: Sequence["Row"]) -> bool:
     failed = [row for row in rows if not row.holds]
     printed = set[str]()
     if chance := plan.trials[0].name == "twice" and not rows[0].holds:
-        print("\nTwo runs that are alike differ already: what follows for the others is not shown.")
+        show("\nTwo runs that are alike differ already: what follows for the others is not shown.")
     for row in failed[:1] if chance else failed:  # a line is printed once
-        print(f"\n{row.title}: {row.what}", *(f"  {line}" for line in row.lines if line not in printed), sep="\n")
+        show("\n".join((f"\n{row.title}: {row.what}", *(f"  {line}" for line in row.lines if line not in printed))))
         printed |= {*row.lines}
     most = max((row.compared for row in rows), key=lambda counts: sum(counts.values()))
-    print(f"\nCompared: {', '.join(f'{many} {kind}' for kind, many in most.items() if many)}.")
+    show(f"\nCompared: {', '.join(f'{many} {kind}' for kind, many in most.items() if many)}.")
     return bool(failed)

@@ -2,12 +2,15 @@
 
 import argparse
 import os
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable
 
 from project.config_files import RUNS
 from project.errors import WRONG, UserError
-from project.untrusted import shortened
+from project.untrusted import printable, shortened
 
 
 def run_parser(verb: str, about: str, nargs: str | None = None) -> argparse.ArgumentParser:
@@ -30,3 +33,19 @@ def ended(verb: Callable[[], int], longest: int = 300) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+
+
+def show(text: str) -> None:
+    """Prints lines; those that are longer than a terminal's are folded between words, under where their text begins."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print("\n".join(folded(line, width) for line in printable(text).split("\n")), flush=True)
+
+
+def folded(line: str, width: int | None) -> str:
+    """Returns a line in parts of so many columns; None: as it is. A word that is longer, a path say, stays whole."""
+    if width is None:
+        return line
+    title = re.match(r" *(?:\S+(?: \S+)* {2,})?", line)
+    indent = " " * (title.end() if title and title.end() in range(1, 24) else 2)
+    parts = textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(parts) or line

@@ -6,10 +6,10 @@ It reads the runs' folders, which may belong to runs in training, or to runs tha
 from collections.abc import Sequence
 from pathlib import Path
 
-from project.cli.reading import run_parser
+from project.cli.reading import run_parser, show
 from project.config_files import RUNS, run_folder
 from project.errors import UserError
-from project.untrusted import printable, write_text
+from project.untrusted import write_text
 from project.watch.charts import number
 from project.watch.history import FILE, History, held, read_history
 from project.watch.report import PAGE, SUMMARY, facts, refuse_nothing, write
@@ -55,12 +55,12 @@ def _write(names: Sequence[str], out: Path | None) -> int:
     try:
         pages = [write(history) for history in histories]
         if len(histories) == 1:
-            print(printable(f"{histories[0].name}: {pages[0]}"))
+            show(f"{histories[0].name}: {pages[0]}")
             for name, text in facts(histories[0]).items():
                 if text:
-                    print(printable(f"  {name:18} {text}"))
+                    show(f"  {name:18} {text}")
         else:
-            print(printable("\n".join(_lines(histories))))
+            show("\n".join(_lines(histories)))
         if len(histories) > 1:
             places = {history.folder.parent for history in histories}
             place = out or (places.pop() if len(places) == 1 else Path(RUNS)) / "compared.html"
@@ -68,7 +68,7 @@ def _write(names: Sequence[str], out: Path | None) -> int:
             (Path.write_text if out else write_text)(
                 place, compared(histories, place.parent)
             )  # a path that is named may be a pipe
-            print(f"Side by side: {place}")
+            show(f"Side by side: {place}")
     except OSError as error:
         raise UserError(f"The report can't be written: {error}. HINT: make room, or ask who owns the folder.") from error
     return 0

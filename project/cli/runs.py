@@ -27,6 +27,7 @@ from rich.text import Text
 
 from project.config_files import RUNS
 from project.step.monitored import chosen_metric
+from project.tables import fit_table
 from project.untrusted import LARGEST_COUNT, as_count, printable, read_end, read_json, read_yaml
 from project.watch.charts import number
 from project.watch.history import FILE, held, lives_of
@@ -237,7 +238,8 @@ def _print_table(runs: Sequence[Listed]) -> None:
         cells = (run.name, run.state, _age(run.age), str(run.ranks or ""), step, metric, _size(run.size), hosts)
         table.add_row(*(Text(printable(cell)) for cell in cells))
     # What is read by a program is not cut to the width of a terminal that is not there.
-    Console(width=None if sys.stdout.isatty() else 500, highlight=False).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 500, highlight=False)
+    console.print(fit_table(table, console, ("host", "size", "ranks", "age", "metric")))
 
 
 def _age(seconds: float) -> str:

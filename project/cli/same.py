@@ -13,11 +13,11 @@ from pathlib import Path
 
 import yaml
 
-from project.cli.reading import run_parser
+from project.cli.reading import run_parser, show
 from project.cluster.settings import differing, of_the_same_classes
 from project.config_files import run_folder
 from project.errors import UserError
-from project.untrusted import printable, read_yaml
+from project.untrusted import read_yaml
 from project.watch.comparison import Verdict, compare, compare_with_itself, ranks_that_differed, surroundings
 from project.watch.fingerprint_file import FILE, Recorded, read
 from project.watch.history import BESIDE
@@ -46,7 +46,7 @@ def main(words: Sequence[str]) -> int:
     # Where several are compared, it matters of one alone only if it is not the same as itself.
     verdicts = [verdict for verdict in map(_of_one, runs) if len(runs) == 1 or not verdict.same]
     verdicts += [_of_two(runs[0], other, folders[0], folder) for folder, other in zip(folders[1:], runs[1:], strict=True)]
-    print(printable("\n".join(line for verdict in verdicts for line in verdict.lines)))
+    show("\n".join(line for verdict in verdicts for line in verdict.lines))
     return 0 if all(verdict.same for verdict in verdicts) else 1
 
 

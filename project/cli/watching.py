@@ -87,7 +87,10 @@ class Look:
         names = list(dict.fromkeys([*first, *module]))
         kinds = {names[0]: Importance.FIRST_METRIC} if names else {}
         kinds |= {judged[0]: Importance.MONITORED} if judged else {}
-        fields += [Field(kinds.get(tag, Importance.METRIC), f"{tag} {number(newest[tag].value)}") for tag in names[:_METRICS]]
+        last = max((newest[tag].step for tag in names), default=0)
+        for tag in names[:_METRICS]:
+            older = f" at step {newest[tag].step:,}" if newest[tag].step < last else ""
+            fields.append(Field(kinds.get(tag, Importance.METRIC), f"{tag} {number(newest[tag].value)}{older}"))
         if len(names) > _METRICS:
             fields.append(Field(Importance.METRIC, f"and {len(names) - _METRICS} more"))
         if judged and (best := best_point(self._points[judged[0]], judged[1])):

@@ -20,7 +20,7 @@ from project.typed import TypedTrainer
 def doctor(
     trainer: TypedTrainer,
     model: LightningModule,
-    datamodule: LightningDataModule,
+    datamodule: LightningDataModule | None = None,
     fast: bool = False,
     join_timeout: float = 30.0,
 ) -> list[Finding]:
@@ -29,7 +29,7 @@ def doctor(
     Args:
         trainer: the Trainer of the run.
         model: the model of the run.
-        datamodule: its data.
+        datamodule: its data; None: the module has loaders itself.
         fast: leave out what takes time: how fast network, device and loader are, and the memory.
         join_timeout: seconds to wait for all ranks; who is missing then is named.
     """
@@ -45,7 +45,7 @@ def doctor(
 
 
 def _examine(
-    trainer: TypedTrainer, model: LightningModule, data: LightningDataModule, fast: bool, seconds: float
+    trainer: TypedTrainer, model: LightningModule, data: LightningDataModule | None, fast: bool, seconds: float
 ) -> list[Finding]:
     """Runs the examination in each rank, shows its findings, and writes them."""
     start = time.monotonic()

@@ -36,19 +36,19 @@ class ExaminedRun:
         self,
         trainer: TypedTrainer,
         model: LightningModule,
-        data: LightningDataModule,
+        data: LightningDataModule | None,
         folder: Path,
         processes: int,
         global_batch: int | None,
     ) -> None:
-        self.trainer, self.data, self.folder, self.processes = trainer, data, folder, processes
+        self.trainer, self.folder, self.processes = trainer, folder, processes
         self.rank, self.world_size, self.local_rank = trainer.global_rank, trainer.world_size, trainer.local_rank
         self.device = trainer.strategy.root_device
         self.shared, self.configuration = trainer.shared_folder, trainer.configuration
         self.environment = of_this_rank(self.device, self.configuration)
         self.micro_batch, self.workers = 1, 0  # until the data was opened
         self.global_batch, self.global_batch_key = global_batch, "trainer.global_batch_size"
-        if isinstance(data, SelfDealing):
+        if data is not None and isinstance(data, SelfDealing):
             self.micro_batch, self.global_batch = data.batch_sizes()
             self.global_batch_key = "data.global_batch_size"
         self.shared_by = shared_by(trainer.strategy)
@@ -56,6 +56,7 @@ class ExaminedRun:
         self.model.trainer = trainer
         self.model.configure_model()
         self.model.setup("fit")
+        self.data = self.model if data is None else data  # it has loaders itself
         for name in ("log", "log_dict"):  # what is measured here is not the run's
             self.model.__dict__[name] = lambda *args, **kwargs: None
         trainer.precision_plugin.convert_module(self.model)
@@ -106,7 +107,8 @@ class ExaminedRun:
 
     def fingerprint(self) -> dict[str, dict[str, int | str]]:
         """Opens the data, and returns its own fingerprint; else the number of training samples, and a hash of a few."""
-        self.data.setup("fit")
+        if self.data is not self.model:
+            self.data.setup("fit")
         if isinstance(self.data, SelfDealing):
             return self.data.fingerprint()
         loader = self.data.train_dataloader()
@@ -137,7 +139,7 @@ class ExaminedRun:
 def examined_run(
     trainer: TypedTrainer,
     model: LightningModule,
-    data: LightningDataModule,
+    data: LightningDataModule | None,
     folder: Path,
     processes: int,
     spare_cores: int | None = None,

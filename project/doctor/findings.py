@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 _WIDE = 150  # columns, where no terminal says how many there are
+_NARROW = 110  # columns, of which a text of its own leaves the other one too few
 
 Verdict = Literal["good", "warning", "bad", "skipped"]
 _COLOURS = {"good": "green", "warning": "yellow", "bad": "bold red", "skipped": "dim"}
@@ -73,12 +74,14 @@ def verdict(findings: Sequence[Finding]) -> Verdict:
 
 def show(findings: Sequence[Finding], console: Console) -> None:
     """Prints the table: a row for each check."""
-    table = Table("check", "verdict", "what was found", "what to do")
-    for finding in findings:
-        texts = (escape(printable(text)) for text in (finding.text, finding.fix))
-        table.add_row(finding.check, f"[{_COLOURS[finding.verdict]}]{finding.verdict}[/]", *texts)
     if not console.is_terminal:
         console.width = _WIDE
+    beside = console.width > _NARROW
+    table = Table("check", "verdict", *(("what was found", "what to do") if beside else ("what was found, and what to do",)))
+    for finding in findings:
+        texts = [escape(printable(text)) for text in (finding.text, finding.fix)]
+        texts = texts if beside else ["\n".join(filter(None, texts))]
+        table.add_row(finding.check, f"[{_COLOURS[finding.verdict]}]{finding.verdict}[/]", *texts)
     console.print(table)
 
 

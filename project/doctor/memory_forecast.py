@@ -38,6 +38,7 @@ from project.step.batching import accumulation
 from project.step.evaluation import loaders_of
 from project.step.loaders import attached_for_fit
 from project.step.micro_batch import count_samples
+from project.tables import fit_table
 from project.typed import TypedTrainer
 
 log = logging.getLogger(__name__)
@@ -353,7 +354,7 @@ def _forecasts(trainer: TypedTrainer, configured: Configured, ranks: str) -> lis
     console.print(f"A micro-batch of {samples}; precision {trainer.precision}; on {forecaster.device.type}.")
     if not layout.shard:
         console.print("trainer.strategy has each rank hold everything. Beside it, what strategy=sharded would hold.")
-    console.print(_table(rows))
+    console.print(fit_table(_table(rows), console, ("hosts", "other", "gathered", "gradients")))
     notes = forecaster.notes(*(row.layout for row in rows))
     for line in (*notes, *refused, *(forecaster.verdict(row)[1] for row in own)):
         console.print(line)

@@ -32,7 +32,7 @@ def is_fork_server() -> bool:
 
 
 def compute_alone() -> None:
-    """Has this process compute in one thread, if it is to fork ranks: forks would wait for OpenMP's threads, which they lack."""
+    """Has this process, if it is to fork ranks, compute in one thread: forks lack OpenMP's threads, and would wait for them."""
     if is_fork_server():
         _THREADS.append(torch.get_num_threads())
         torch.set_num_threads(1)

@@ -34,7 +34,7 @@ _KUBEFLOWS = ("NNODES", "NODE_RANK", "MASTER_ADDR", "NPROC_PER_NODE", "MAX_RESTA
 def manifest(
     trainer: TypedTrainer,
     model: LightningModule,
-    datamodule: LightningDataModule,
+    datamodule: LightningDataModule | None = None,
     engine: Engine = "k8s",
     nodes: str = "1",
     gpus: int = 8,

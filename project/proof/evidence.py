@@ -27,6 +27,11 @@ _DRAW = (
     "HINT: draw from torch's, Python's or NumPy's own generators, which are seeded for each micro-batch; or save the "
     "generator's state in on_save_checkpoint and take it back in on_load_checkpoint."
 )
+_GENERATOR = re.compile(r"Generator|random\.|RandomState")
+_OWN_DRAW = (
+    "HINT: {} is a generator of its own, whose place is saved nowhere: in __getitem__ and collate_fn draw from torch's, "
+    "Python's or NumPy's own generators (torch.randn without generator=), which are seeded for each sample."
+)
 _COUNT = "HINT: what counts a rank's own micro-batches depends on the number of ranks: go by trainer.global_step."
 _CLOCK = (
     "HINT: no sample may depend on the clock, os.urandom, the hash of a string, the order of a folder or set, or a generator "
@@ -153,10 +158,12 @@ def _from_log(path: Path) -> list[str]:
 
 def _hint(kind: str, trial: Trial, attributes: list[str], own_order: bool) -> str:
     ranks_differ = trial.other_ranks
+    drawn = [attribute.partition(":")[0] for attribute in attributes if _GENERATOR.search(attribute)]
+    if kind in _SAMPLES and drawn:
+        return _OWN_DRAW.format(", ".join(drawn))
     if kind in _SAMPLES:
         return _DEALT if own_order or ranks_differ else _WORKERS if trial.name == "workers" else _CLOCK
     if attributes:
-        generator = any(re.search(r"Generator|random\.|RandomState", attribute) for attribute in attributes)
-        return _DRAW if generator else _COUNT if ranks_differ else _SAVE
+        return _DRAW if drawn else _COUNT if ranks_differ else _SAVE
     by_kind = {"buffers": _EACH if ranks_differ else _SAVE, "other states": _STATES}
     return by_kind.get(kind, _RANKS if ranks_differ else _HIDDEN)

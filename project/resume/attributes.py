@@ -31,7 +31,7 @@ _STANDARD = (
 """Parts of a checkpoint in which no attribute of a user is looked for."""
 _OF_METRICS = {*vars(MeanMetric())}
 _PLAIN = (bool, int, float, list, dict, set, deque, np.ndarray, torch.Tensor, itertools.count)
-_DRAW = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, CACHED)
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 Attributes = Mapping[str, Mapping[str, bytes]]
 """The digests of the attributes of each owner; UNKNOWN of those that can't be compared."""
@@ -135,7 +135,9 @@ def _values(owner: object) -> dict[str, object]:
 def _plain(kept: Mapping[str, object]) -> dict[str, object]:
     """Returns the numbers, lists and generators among a class's or a file's values."""
     return {
-        name: value for name, value in [*kept.items()] if isinstance(value, (*_PLAIN, *_DRAW)) and not name.startswith("__")
+        name: value
+        for name, value in [*kept.items()]
+        if isinstance(value, (*_PLAIN, *GENERATORS, CACHED)) and not name.startswith("__")
     }
 
 

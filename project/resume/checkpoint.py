@@ -39,7 +39,7 @@ from project.step.data_ranks import data_ranks
 from project.step.ddp import all_gather_objects
 from project.step.evaluation import loaders_of
 from project.step.loop import Steps
-from project.step.position import Position, check_loop_progress, position, set_counters
+from project.step.position import Position, check_loop_progress, is_over, position, set_counters
 from project.typed import StateDict, typed
 from project.untrusted import shortened
 
@@ -233,13 +233,6 @@ class Resuming(_CheckpointConnector):
             set_counters(saved["loops"]["fit_loop"], at, ranks.count)
         sizes, size = saved.get("training_samples", []), saved.get("samples_of_a_micro_batch")
         loaders_of(self.trainer).start_at(at.epoch, at.micro_batches, sizes, at.begun, size)
-        then, now = saved.get("threads"), torch.get_num_threads()
-        if then not in (None, now) and self.trainer.strategy.root_device.type == "cpu":
-            log.warning(
-                "The run goes on with %d thread(s) for each rank's operations in place of %d, and so with other sums in their "
-                "last bits. HINT: trainer.threads=%d.",
-                *(now, then, then),
-            )
         if (fetcher := self.trainer.fit_loop._data_fetcher) is not None:
             iter(fetcher)  # begun already, at the beginning of the epoch: where a sharded network is restored
 
@@ -265,6 +258,14 @@ class Resuming(_CheckpointConnector):
         self._schedules_as_built = [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
         super().restore_training_state()
         refuse_short_one_cycle(trainer)
+        then, now = saved.get("threads"), torch.get_num_threads()
+        on_cpu, over = trainer.strategy.root_device.type == "cpu", trainer.state.fn != "fit" or is_over(trainer)
+        if on_cpu and then not in (None, now) and not over:
+            log.warning(
+                "The run goes on with %d thread(s) for each rank's operations in place of %d, and so with other sums in their "
+                "last bits. HINT: trainer.threads=%d.",
+                *(now, then, then),
+            )
         if trainer.state.fn == "fit" and "callback_metrics" in saved:
             # What schedules and stopping look at, until the next validation.
             trainer.callback_metrics.update(saved["callback_metrics"])

@@ -14,7 +14,15 @@ from torch.optim import Optimizer
 
 from project.checkpoints.callback import checkpoints_of
 from project.exact.checks import MovedWeights, check_compiled
-from project.resume.attributes import UNKNOWN, Attributes, attributes, changed_attributes, unsaved_attributes
+from project.resume.attributes import (
+    GENERATORS,
+    UNKNOWN,
+    Attributes,
+    attributes,
+    changed_attributes,
+    unsaved_attributes,
+    values,
+)
 from project.sharded.strategy import is_sharded
 from project.step.position import position
 from project.typed import callbacks_of, typed
@@ -22,6 +30,11 @@ from project.typed import callbacks_of, typed
 log = logging.getLogger(__name__)
 
 _SHOWN = 12  # names
+_KEEP = "keep it in a buffer, in on_save_checkpoint and on_load_checkpoint, or in state_dict"
+_DRAW = (
+    "a generator of its own; draw from torch's, Python's or NumPy's own (torch.randn without generator=), which are seeded for "
+    "each sample and micro-batch"
+)
 _STEPS = 3  # before the comparison; they are of the first epoch that this process trains, whose start a resumed run does again
 
 
@@ -80,7 +93,7 @@ class Rehearsal(Callback):
             self._before = {}
             _warn(
                 "changed in the first steps, and not in what a checkpoint holds, so that a resumed run begins with what it was "
-                "at the start. HINT: keep it in a buffer, in on_save_checkpoint and on_load_checkpoint, or in state_dict.",
+                "at the start. HINT: {hint}.",
                 *(trainer, [name for name in unsaved if name not in self._reported]),
             )
 
@@ -92,8 +105,7 @@ class Rehearsal(Callback):
             if value not in (digest, UNKNOWN) and (begun or value == _look_up_digest(self._at_start, name)):
                 self._reported.add(name)
         _warn(
-            "not what it was when the checkpoint was saved, which does not hold it. HINT: keep it in a buffer, in "
-            "on_save_checkpoint and on_load_checkpoint, or in state_dict.",
+            "not what it was when the checkpoint was saved, which does not hold it. HINT: {hint}.",
             *(trainer, sorted(self._reported)),
         )
 
@@ -101,7 +113,9 @@ class Rehearsal(Callback):
 def _warn(text: str, trainer: Trainer, names: Sequence[str]) -> None:
     if names and trainer.is_global_zero:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        log.warning("%s%s: %s", ", ".join(names[:_SHOWN]), more, text)
+        draws = {name for name, value in values(trainer) if isinstance(value, GENERATORS)}.intersection(names)
+        hint = f"{', '.join(sorted(draws))}: {_DRAW}" if draws else _KEEP
+        log.warning("%s%s: %s", ", ".join(names[:_SHOWN]), more, text.replace("{hint}", hint))
 
 
 def _look_up_digest(values: Attributes, name: str) -> bytes | None:

@@ -26,7 +26,7 @@ from project.step.ddp import wrap_again_if_outdated
 from project.step.evaluation import install_evaluations, loaders_of
 from project.step.logged import Results
 from project.step.loop import Steps
-from project.step.position import counts, stopped_within_epoch
+from project.step.position import counts, is_over, stopped_within_epoch
 from project.step.structure import Structure, apply_structure, current_structure
 from project.typed import StateDict, Stateful, typed
 
@@ -84,6 +84,8 @@ class Epochs(_FitLoop):
         """Sets up the loaders so that validations come between steps. Lightning counts the micro-batches of a rank: a share of
         them may end within a step.
         """
+        if is_over(self.trainer):
+            return
         interval = self.val_check_interval
         with loaders_of(self.trainer).limits_of_loop("train"):
             try:

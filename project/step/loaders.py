@@ -324,7 +324,7 @@ class Loaders(_DataConnector):
             log.warning(
                 "The training loader's batch_size is %d from epoch %d on, and was %d: a step has as many micro-batches as "
                 "before. After a restart it may have others. HINT: trainer.accumulate_grad_batches=%d says how many.",
-                *(size, trainer.current_epoch, self.micro_batch, trainer.accumulate_grad_batches),
+                *(size, trainer.current_epoch + 1, self.micro_batch, trainer.accumulate_grad_batches),
             )
         here = data_ranks(trainer)
         seed = _seed_of(loader, trainer)

@@ -402,6 +402,10 @@ class Logged(_LoggerConnector):
                 bar[name] = value.item() if late is None else late.read()
         return bar
 
+    def names_of_step(self) -> set[str]:
+        """Returns the names of the bar's metrics that steps of this epoch have logged: those of others are older."""
+        return {*self.metrics["pbar"]} if self.trainer._results else set()
+
     def begin_micro_batch(self, stage: str, key: tuple[int, ...]) -> None:
         """Called before each micro-batch, which `key` names. `ExactLogged` has metrics begin it."""
 

@@ -169,3 +169,9 @@ def planned_steps(trainer: Trainer) -> int | None:
         return trainer.max_steps if trainer.max_steps > 0 else None
     steps = trainer.estimated_stepping_batches
     return int(steps) if 0 <= steps < float("inf") else None
+
+
+def is_over(trainer: Trainer) -> bool:
+    """Returns whether a fit has taken all its steps or epochs, before it begins: no loader is needed, nor any advice."""
+    steps, epochs = trainer.max_steps, trainer.max_epochs
+    return 0 < steps <= trainer.global_step or 0 < (epochs or 0) <= trainer.current_epoch

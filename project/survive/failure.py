@@ -31,7 +31,7 @@ from project.launch.fork_server import tell_supervisor
 from project.survive.hang.warden import OOM_KILL, TO_LOWER, OomKills
 from project.survive.signals import EXIT_CODES, SIGNALS
 from project.survive.tracebacks import Folded
-from project.untrusted import shortened
+from project.untrusted import LONGEST_CAUSE, shortened
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,6 @@ _CONNECTION_CODE = (
 # Seconds. The others notice at once that a rank is gone, and wait for it to say why; a launcher ends them when it has.
 # Of several ranks with the same error, rank 0 is first, and its launcher ends the rest before they repeat it.
 _FIRST, _SECOND, _LINGER = 1.0, 2.0, 6.0
-_LONGEST = 1_000  # characters of an error's cause, and of its hint
 EXITING = threading.Event()
 """Set when the watchdog's thread ends this process: an error that the main thread gets from that is no news."""
 BY_COMMAND = threading.Event()
@@ -198,7 +197,7 @@ def message(error: BaseException, folder: Path | None = None) -> str:
     if "EADDRINUSE" in str(error):
         port = os.environ.get("MASTER_PORT", "?")
         return f"Port {port} is in use by another program. HINT: set another MASTER_PORT, on every node the same."
-    return shortened(str(error).strip(), _LONGEST) or type(error).__name__
+    return shortened(str(error).strip(), LONGEST_CAUSE) or type(error).__name__
 
 
 def report_error(
@@ -230,8 +229,8 @@ def report_error(
     if which == "lost":
         if not _report_lost_rank(error, rank, host, children, folder):
             _wait_for_children(children, _LINGER)
-            if any(child.poll() not in (None, 0, TRY_AGAIN) for child in children):
-                return 1  # it has ended by itself, and would again
+            if codes := {child.poll() for child in children} - {None, 0, TRY_AGAIN}:
+                return WRONG if WRONG in codes else 1  # it has ended by itself, and would again
         return LOST_RANKS.exit_code
     if not alone:
         close_connections(_FIRST)

@@ -313,7 +313,7 @@ def _describe(step: CheckedStep, faults: list[Fault], parameters: list[str], eve
 
     Where all losses are not (`everywhere`), the samples are not to blame, and are not listed.
     """
-    which = f"step {step.number} (epoch {step.epoch})"
+    which = f"step {step.number} (epoch {step.epoch + 1})"
     if everywhere:
         return f"The loss of {which} is not finite: {faults[0].loss} in all its {len(faults)} micro-batches."
     if faults:

@@ -40,7 +40,7 @@ def compare(run: Recorded, other: Recorded) -> Verdict | None:
     for step in steps:
         taken, other_taken = run.steps[step], other.steps[step]
         if not same_step(taken, other_taken):
-            lines = [f"{pair} are not the same: step {step} (epoch {taken.record.epoch}) is the first that differs."]
+            lines = [f"{pair} are not the same: step {step} (epoch {taken.record.epoch + 1}) is the first that differs."]
             lines += _batches_by_ranks(taken.start, other_taken.start)
             return Verdict(False, [*lines, *_where(run, other, taken, other_taken)], (taken.start, other_taken.start))
     return Verdict(True, [f"{pair} are the same to the last bit {_how_far(run, other, steps)}."])
@@ -97,8 +97,8 @@ def _batches_by_ranks(start: Start, other: Start) -> list[str]:
         return []
     counts = f"{start.micro_batches} micro-batches on {start.ranks} rank(s), and {other.micro_batches} on {other.ranks}"
     return [
-        f"  A step has {counts}: it follows from the number of ranks,",
-        "  and so the global batch is another. HINT: trainer.global_batch_size, the same in both.",
+        f"  A step has {counts}: it follows from the number of ranks, and so the global batch is another. "
+        "HINT: trainer.global_batch_size, the same in both.",
     ]
 
 
@@ -138,8 +138,8 @@ def _where(recorded: Recorded, other: Recorded, taken: Taken, other_taken: Taken
         ]
     named = _tensors(taken.start.names, taken.record.tensors, other_taken.record.tensors, recorded)
     return [
-        "  The weights before it and all losses in it are the same, and the weights after it are not: it is the backward",
-        f"  pass or the optimiser. {named}",
+        "  The weights before it and all losses in it are the same, and the weights after it are not: it is the backward "
+        f"pass or the optimiser. {named}",
     ]
 
 

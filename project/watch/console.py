@@ -79,6 +79,18 @@ def name_speaker(rank: int, host: str, world_size: int = 1) -> None:
     _Formatter.rank, _Formatter.host, _Formatter.world_size = rank, host, world_size
 
 
+def sign_lines(rank: int, host: str) -> None:
+    """Has the handlers of a program of the user's leave out what this rank only reports, and signs its warnings."""
+
+    def signed(record: logging.LogRecord) -> bool:
+        if record.name.startswith("project.") and not hasattr(record, "who"):
+            record.who, record.msg = rank, f"[rank {rank}, {host}] {record.msg}"
+        return record.levelno >= logging.WARNING or not record.name.startswith("project.")
+
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(signed)
+
+
 def silence_libraries(rank: int) -> None:
     """Silences messages of libraries that have no use here: tips, adverts, deprecations, advice that doesn't hold."""
     for name in _NOISY:

@@ -23,7 +23,18 @@ import yaml
 from project.cluster.settings import flat
 from project.masking import masked, masked_text
 from project.step.monitored import chosen_metric
-from project.untrusted import as_count, as_text, as_time, parse_json, parse_yaml, printable, read_end, read_json, read_text
+from project.untrusted import (
+    LONGEST_CAUSE,
+    as_count,
+    as_text,
+    as_time,
+    parse_json,
+    parse_yaml,
+    printable,
+    read_end,
+    read_json,
+    read_text,
+)
 from project.watch.asked import FOLDER
 from project.watch.curves import OURS, Curves, Picture, Point
 
@@ -238,11 +249,14 @@ def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
                 lives.append(Life(time, as_count(step), ranks, _known(entry), time, step))
             elif lives and entry["state"] in _STATES:
                 life = lives[-1]
-                why = None if entry["why"] is None else as_text(entry["why"])
+                why = None if entry["why"] is None else as_text(entry["why"], LONGEST_CAUSE)
                 end_step = life.step if step is None else max(life.step, as_count(step))
                 life.end, life.state, life.why, life.end_step = time, entry["state"], why, end_step
                 life.cut_off = step is None or life.state == "killed"  # a warden's step is up to a second old
-                life.where, life.traceback = as_text(entry.get("where", "")), as_text(entry.get("traceback", ""), _TRACEBACK)
+                life.where, life.traceback = (
+                    as_text(entry.get("where", ""), LONGEST_CAUSE),
+                    as_text(entry.get("traceback", ""), _TRACEBACK),
+                )
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # half a line, which a kill or a full disk has left; or somebody else's
     lives, seen = lives[-_STARTS:], sorted(seen)

@@ -30,12 +30,12 @@ from project.masking import masked_command
 from project.step.monitored import monitored_setting
 from project.step.position import planned_steps
 from project.typed import callbacks_of, typed
-from project.untrusted import open_to_append
+from project.untrusted import both_ends, open_to_append
 from project.watch.history import FILE, lives_of
 
 log = logging.getLogger(__name__)
 
-_LONGEST, _LONGEST_TRACEBACK = 1_000, 4_000  # characters of a reason, and of the traceback that goes with it
+_LONGEST_TRACEBACK = 4_000  # characters
 _COMMAND = 4_000  # characters of a command line
 
 
@@ -137,7 +137,7 @@ class Life(Callback):
     def note(self, trainer: Trainer, event: str, why: str) -> None:
         """Writes down an event between start and stop; `watch/notifier.py` reads it."""
         if self._began:
-            self._write(trainer, event, pid=os.getpid(), why=why[:_LONGEST])
+            self._write(trainer, event, pid=os.getpid(), why=both_ends(why))
 
     def _write(self, trainer: Trainer, event: str, **known: object) -> None:
         if not trainer.is_global_zero or typed(trainer).fast_dev_run:  # nothing is to be left of it
@@ -156,8 +156,8 @@ class Life(Callback):
 def _entries(cause: Cause) -> dict[str, str]:
     """Returns the entries of a line that tell the cause of a failure."""
     entries = {
-        "why": cause.text[:_LONGEST],
-        "where": cause.where[:_LONGEST],
+        "why": both_ends(cause.text),
+        "where": both_ends(cause.where),
         "traceback": cause.traceback[-_LONGEST_TRACEBACK:],
     }
     return {name: text for name, text in entries.items() if text or name == "why"}

@@ -208,10 +208,11 @@ class Watch:
     def end(self) -> Event | None:
         """Returns how the run has ended; None if there was nothing to train."""
         why = self.words.strip()
+        why = why if len(why) <= 1000 else f"{why[:600]} ... {why[-395:]}"
         if self.stop is not None or why.endswith("ended"):
             return self.stop
         # It has failed before it began to train, and said so; or it was killed, and its warden with it.
-        return Event("failure" if why else "lost", None, why[:1000] or "rank 0 has ended without a word", time.time())
+        return Event("failure" if why else "lost", None, why or "rank 0 has ended without a word", time.time())
 
 
 def main() -> None:

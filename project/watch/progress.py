@@ -41,8 +41,9 @@ class Progress(ProgressBar):
         self._bar = TaskID(0)
         self._line = self._since = 0.0  # the last line or bar; when training began, or went on after a validation
         self._seen = 0  # samples since then, of this rank
-        self._trained = 0  # samples of the whole run, all ranks
-        self._training = 0.0  # seconds spent in training, without validation
+        self._first_step = 0  # of this start
+        self._trained = 0  # samples of this start, all ranks
+        self._training = 0.0  # seconds of it spent in training, without validation
         self._pace_from: tuple[int, float] | None = None  # the first step of this start, and when it was over
         self._order: dict[str, None] = {}  # of the metrics: as they came first
         self._before: dict[str, object] = {}  # metrics, when an evaluation began
@@ -70,7 +71,8 @@ class Progress(ProgressBar):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         log.info(_plan(trainer, pl_module))
-        self._pace_from = None
+        self._pace_from, self._first_step = None, trainer.global_step
+        self._seen, self._trained, self._training = 0, 0, 0.0
         self._line = self._since = time.monotonic()
         # Lines above the bar are as long as they are: the terminal breaks them, and tables stay tables.
         console = Console(stderr=True, soft_wrap=True)
@@ -94,14 +96,12 @@ class Progress(ProgressBar):
                 self._line = now
         elif now - self._line > _LINE_EVERY:
             figures = GAP.join(field.text for field in self._fields(trainer))
-            log.info("epoch %d  step %s  %s", trainer.current_epoch, _counted(trainer), figures)
+            log.info("%s  step %s  %s", _epoch(trainer), _counted(trainer), figures)
             self._line = now
 
     def _draw(self, trainer: Trainer, bars: Bars) -> None:
         """Gives the bar what fits into the terminal as it is now."""
-        number, most = trainer.current_epoch + 1, trainer.max_epochs or -1
-        epoch = f"epoch {min(number, most)}/{most}" if most > 0 else f"epoch {number}"  # at the end it is one more
-        head = [Field(Importance.EPOCH, epoch), Field(Importance.PROGRESS, f"step {_counted(trainer)}")]
+        head = [Field(Importance.EPOCH, _epoch(trainer)), Field(Importance.PROGRESS, f"step {_counted(trainer)}")]
         place = Field(Importance.BAR, "\ue000" * _BAR)  # which no other field has
         text = fitted([*head, place, *self._fields(trainer)], bars.console.width)
         before, bar, after = text.partition(place.text)
@@ -109,17 +109,20 @@ class Progress(ProgressBar):
         bars.update(self._bar, completed=trainer.global_step, head=before.strip(), figures=after.strip())
 
     def _fields(self, trainer: Trainer) -> list[Field]:
-        """Returns what a line shows of training: the metrics, those that are monitored, and how fast it is."""
+        """Returns what a line shows of training: the metrics, those that are monitored, and how fast it is. A metric of the
+        last validation, or of the last epoch's end, is marked as such.
+        """
         metrics: dict[str, float | str] = {**trainer.progress_bar_metrics}
+        fresh = typed(trainer).logged.names_of_step() or metrics.keys() - self._evaluated.keys()
         self._order |= dict.fromkeys([*(name for name in _FIRST if name in metrics), *metrics])
         shown = [
-            Field(Importance.METRIC, f"{name.removeprefix('train/')} {_short(metrics[name])}")
+            Field(Importance.METRIC, f"{'' if name in fresh else 'last '}{name.removeprefix('train/')} {_short(metrics[name])}")
             for name in self._order
             if name in metrics
         ]
         fields = [Field(Importance.FIRST_METRIC, shown[0].text), *shown[1:]] if shown else []
         monitored = [(name, value) for name, value in self._monitored.items() if name not in metrics]
-        fields += [Field(Importance.MONITORED, f"{name} {_short(value)}") for name, value in monitored]
+        fields += [Field(Importance.MONITORED, f"last {name} {_short(value)}") for name, value in monitored]
         fields += [Field(Importance.BEST, f"best {name} {_short(value)}") for name, value in self._best.items()]
         fields += [Field(Importance.RATE, f"lr {group['lr']:.2g}") for group in _groups(trainer)[:1]]
         if speed := self._speed(trainer):
@@ -129,11 +132,10 @@ class Progress(ProgressBar):
         return fields + [Field(Importance.PROGRESS, text) for text in self._left(trainer)]
 
     def _speed(self, trainer: Trainer) -> float | None:
-        """Returns the run's speed; of a start that is too short to have been measured, its samples by its time."""
-        measured = next((throughput.speed for throughput in callbacks_of(trainer, Throughput)), None)
+        """Returns the run's speed, the median of its windows; of a start that has none yet, its samples by its time."""
         seconds = self._training + time.monotonic() - self._since if self._seen else self._training
         samples = self._trained + self._seen * data_ranks(trainer).count
-        return measured or (samples / seconds if seconds else None)
+        return _median_speed(trainer) or (samples / seconds if seconds else None)
 
     def _left(self, trainer: Trainer) -> list[str]:
         """Returns the time to the end of the whole run, at the pace since this start, with its validations."""
@@ -166,7 +168,7 @@ class Progress(ProgressBar):
         metrics = {name: value for name, value in trainer.callback_metrics.items() if value is not self._before.get(name)}
         self._evaluated = {name: float(value) for name, value in metrics.items()}
         self._before = {}
-        where = f"epoch {trainer.current_epoch}  step {trainer.global_step}  " if trainer.state.fn == "fit" else ""
+        where = f"{_epoch(trainer)}  step {trainer.global_step}  " if trainer.state.fn == "fit" else ""
         self._judge(trainer)
         log.info("%s%s", where, _show(self._evaluated | ({} if where == "" else self._titled_best())))
 
@@ -217,8 +219,10 @@ class Progress(ProgressBar):
         elif learned:
             lines["last epoch"] = _show(learned)
         if self._training:
-            parts = [f"{self._speed(trainer):,.0f} samples/s", _count(trainer.global_step, "step", "steps")]
-            parts.append(str(timedelta(seconds=round(self._training))))
+            steps, seconds = _count(trainer.global_step - self._first_step, "step", "steps"), self._training
+            parts = [f"{steps}, {self._trained:,} samples in {_span(seconds)}: {self._trained / seconds:,.0f} samples/s"]
+            if median_speed := _median_speed(trainer):
+                parts[0] += f" (median window {median_speed:,.0f})"
             parts += [
                 f"{share:.0%} {name}"
                 for throughput in callbacks_of(trainer, Throughput)
@@ -231,10 +235,26 @@ class Progress(ProgressBar):
         return lines
 
 
+def _epoch(trainer: Trainer) -> str:
+    """Returns the epoch at hand, counted from 1 as on all screens, and of how many it is."""
+    number, most = trainer.current_epoch + 1, trainer.max_epochs or -1
+    return f"epoch {min(number, most)}/{most}" if most > 0 else f"epoch {number}"  # at the end it is one more
+
+
 def _counted(trainer: Trainer) -> str:
     """Returns the steps that are done and, where it is known, of how many."""
     steps = planned_steps(trainer)
     return f"{trainer.global_step}" if steps is None else f"{trainer.global_step}/{steps}"
+
+
+def _median_speed(trainer: Trainer) -> float | None:
+    """Returns the median of the windows of this start, in samples a second of all ranks; None where none is over."""
+    return next((throughput.speed for throughput in callbacks_of(trainer, Throughput)), None)
+
+
+def _span(seconds: float) -> str:
+    """Returns the text of a time with three digits at least, as a reader may divide by it."""
+    return f"{seconds:.3g} s" if seconds < 100 else str(timedelta(seconds=round(seconds)))
 
 
 def _columns(bar: bool) -> tuple[ProgressColumn, ...]:
@@ -291,4 +311,6 @@ def _count(number: int, singular: str, many: str) -> str:
 
 
 def _show(metrics: dict[str, float]) -> str:
-    return GAP.join(f"{name} {value:.4f}" for name, value in metrics.items())
+    return GAP.join(
+        f"{name} {value:.4f}" if not 0 < abs(value) < 0.001 else f"{name} {value:.3g}" for name, value in metrics.items()
+    )

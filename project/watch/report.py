@@ -133,7 +133,7 @@ def facts(history: History) -> dict[str, str]:
         "samples": f"{history.step * batch:,} in global batches of {batch:,}" if batch else "",
         "time": duration(history.seconds) if history.seconds else "",
         "goodput": str(goodput(history.lives)),
-        "speed": f"{speed:,.0f} samples/s on {ranks(last)}" if speed and last else "",
+        "speed": f"{speed:,.0f} samples/s on {ranks(last)}, in the median window" if speed and last else "",
         "starts": f"{len(history.lives)}",
         "precision": str(known.get("precision", "")),
         "device": str(known.get("device", "")),

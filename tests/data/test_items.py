@@ -178,7 +178,7 @@ def test_what_can_not_be_meant_ends_a_run_before_its_first_step(quick):
     ):
         run = quick(*RUN, of(strange("usual"), strange(how)), "--data.num_workers=1")
         assert_one_line(run, text)
-        assert "epoch 0" not in run.output
+        assert "epoch 1" not in run.output
 
 
 def test_dicts_and_shares_train_and_normalising_is_left_to_who_wants_to(quick):

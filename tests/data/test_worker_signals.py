@@ -89,7 +89,7 @@ def test_sigterm_to_all_processes_of_a_run_stops_it_with_a_checkpoint(tmp_path, 
     assert run.stdout is not None
     for line in run.stdout:
         lines.append(line)
-        if "epoch 0" in line and not sent:
+        if "epoch 1" in line and not sent:
             sent = True
             os.killpg(run.pid, signal.SIGTERM)
     text = "".join(lines)

@@ -17,8 +17,8 @@ HEALTHY = ("doctor", "--config", "configs/ddp.yaml", *TINY)
 
 
 def findings(run):
-    (folder,) = run.runs
-    report = json.loads((folder / "doctor.json").read_text())
+    (place,) = run.runs  # a run's folder, or a file where the doctor was called for none
+    report = json.loads((place if place.is_file() else place / "doctor.json").read_text())
     return {found["check"]: found for found in report["findings"]}
 
 

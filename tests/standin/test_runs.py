@@ -174,7 +174,7 @@ def test_a_loss_that_is_not_finite_is_named_and_left_out(train: Callable[..., Ru
     """GradScaler's check, which is ours, has no kernel of bf16 for GPUs."""
     poison = plugged(fault(rank=1, step=3, how="nan"))
     run = train(f"nan-{act}", "ddp", poison, f"--trainer.nonfinite={act}", f"--trainer.precision={precision}", ranks=2)
-    assert "The loss of step 4 (epoch 1) is not finite: nan on rank 1, " in run.output
+    assert "The loss of step 4 (epoch 2) is not finite: nan on rank 1, " in run.output
     assert run.code == (1 if act == "stop" else 0), run.output
     if act == "skip":
         assert "1 of 6 steps were skipped" in run.output

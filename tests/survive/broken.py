@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from project.errors import UserError
 from tests.own import Regression
 
 
@@ -17,6 +18,14 @@ class Broken(Regression):
         if self.trainer.global_step == 2:
             raise RuntimeError("a bug of the user's")
         return super().training_step(batch, batch_idx)
+
+
+class Refused(Regression):
+    """Refuses its setting on rank 1 alone."""
+
+    def setup(self, stage: str) -> None:
+        if self.trainer.global_rank == 1:
+            raise UserError("That can't work. HINT: another value.")
 
 
 class AlwaysKilled(Callback):

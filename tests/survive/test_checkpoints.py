@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -201,7 +202,7 @@ def test_a_full_disk_stops_nothing_and_breaks_nothing(quick, small_disk, ranks):
     assert run.code == 1, run.output
     assert "could NOT be written" in run.output
     assert "No space left on device" in run.output
-    assert "epoch 2  step 21" in run.output  # training went on
+    assert re.search(r"epoch 3/\d+  step 21", run.output)  # training went on
     assert "Traceback" not in run.output
     (small_disk / "filler").unlink()
     checkpoints = small_disk / "lightning_logs/it/checkpoints"

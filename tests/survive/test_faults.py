@@ -163,4 +163,4 @@ def test_a_signal_during_the_start_up_is_honoured(tmp_path):
     output = run.communicate(timeout=60)[0]
     with_group(run)
     assert run.returncode == 143, output
-    assert "epoch 1" not in output
+    assert "epoch 2" not in output

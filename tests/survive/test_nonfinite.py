@@ -61,14 +61,14 @@ def test_two_ranks_stop_together_and_then_go_past_it(quick: Cli, tmp_path):
     assert code == 1, output
     assert output.count("HINT") == output.count("is not finite") == 1, output
     assert "Traceback" not in output
-    assert f"The loss of step {STEP} (epoch 0) is not finite: nan on rank 1, " in output
+    assert f"The loss of step {STEP} (epoch 1) is not finite: nan on rank 1, " in output
     assert f", in micro-batch 3 of 4, samples 65, 125, 169, {SAMPLE}, 68, 40, 45, 22." in output
     assert steps(tmp_path) == [STEP - 1]
 
     run = quick(*words("--trainer.nonfinite=skip", callback("Digest")), ranks=2)
     code, output = run.code, run.output
     assert code == 0, output
-    assert output.count(f"The loss of step {STEP} (epoch 0) is not finite: nan on rank 1, ") == 1, output
+    assert output.count(f"The loss of step {STEP} (epoch 1) is not finite: nan on rank 1, ") == 1, output
     assert "1 of 8 steps were skipped" in output
     assert (tmp_path / "digest-0").read_text() == (tmp_path / "digest-1").read_text()
 
@@ -86,7 +86,7 @@ def test_stop_leaves_the_state_from_before_and_meets_it_again(quick: Cli, tmp_pa
     for _ in range(2):
         run = quick(*words())
         assert run.code == 1, run.output
-        assert f"The loss of step {STEP} (epoch 0) is not finite: nan on rank 0" in run.output
+        assert f"The loss of step {STEP} (epoch 1) is not finite: nan on rank 0" in run.output
         assert str(tmp_path / f"lightning_logs/it/checkpoints/step-{STEP - 1:09d}.ckpt. HINT") in run.output
         assert steps(tmp_path) == [STEP - 1]
         assert_same_state(saved(tmp_path, STEP - 1), saved(clean, STEP - 1), "lr_schedulers", "position", "epoch_sums")
@@ -98,7 +98,7 @@ def test_the_last_step_of_an_epoch_is_met_again(quick: Cli, tmp_path):
     for _ in range(2):
         run = quick(*words("--trainer.max_epochs=2", at=last))
         assert run.code == 1, run.output
-        assert f"The loss of step {order.steps} (epoch 0) is not finite: nan on rank 0" in run.output
+        assert f"The loss of step {order.steps} (epoch 1) is not finite: nan on rank 0" in run.output
         assert steps(tmp_path) == [order.steps - 1]
 
 
@@ -112,7 +112,7 @@ def test_skip_leaves_no_trace_but_the_count(quick: Cli, tmp_path, clean, how):
     run = quick(*words("--trainer.nonfinite=skip", "--checkpoints.every_n_steps=1", *CLIPPED, *late, *more))
     assert run.code == 0, run.output
     assert run.output.count("The step is skipped") == 1
-    assert f"The loss of step {STEP} (epoch 0)" in run.output
+    assert f"The loss of step {STEP} (epoch 1)" in run.output
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6, 7, 8]
     before, after = saved(tmp_path, STEP - 1), saved(tmp_path, STEP)
     if not late:  # the fused optimiser rounds otherwise
@@ -131,7 +131,7 @@ def test_as_on_a_gpu_no_checkpoint_is_made_of_it(quick: Cli, tmp_path, clean):
     """The flag is known two steps later, or when the next checkpoint would be saved; the weights are NaN by then."""
     run = quick(*words(callback("AsOnGpu"), "--trainer.max_steps=7", "--checkpoints.every_n_steps=2"))
     assert run.code == 1, run.output
-    assert f"The loss of step {STEP} (epoch 0) is not finite: nan on rank 0" in run.output
+    assert f"The loss of step {STEP} (epoch 1) is not finite: nan on rank 0" in run.output
     assert steps(tmp_path) == [2]
     assert_same_state(saved(tmp_path, 2), saved(clean, 2))
 
@@ -209,4 +209,4 @@ def test_fp16_that_scales_too_high_is_counted_and_no_fault(quick: Cli, tmp_path,
 
     worse = quick(*words(*fp16, "--run=other", network="tests.survive.poison.Linear"))  # and a true one
     assert worse.code == 1, worse.output
-    assert f"The loss of step {STEP} (epoch 0) is not finite: nan on rank 0" in worse.output
+    assert f"The loss of step {STEP} (epoch 1) is not finite: nan on rank 0" in worse.output

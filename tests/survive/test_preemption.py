@@ -45,7 +45,7 @@ def test_ctrl_c_stops_with_a_checkpoint(tmp_path, who):
     assert run.stdout is not None
     for line in run.stdout:
         lines.append(line)
-        if "epoch 0" in line:  # the first validation is over
+        if "epoch 1" in line:  # the first validation is over
             (os.killpg if "group" in who else os.kill)(run.pid, signal.SIGINT)
     assert run.wait(30) == 130, lines
     text = "".join(lines)
@@ -68,7 +68,7 @@ def test_a_terminal_that_is_closed_stops_with_a_checkpoint(tmp_path):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
         os.execvpe(words[0], words, environment(TERM="xterm"))
     seen = b""
-    while b"epoch 0" not in seen:
+    while b"epoch 1" not in seen:
         seen += os.read(terminal, 1024)
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 129
@@ -94,11 +94,11 @@ def test_nohup_keeps_a_run_going_and_a_repeated_sigterm_ends_it_with_143(tmp_pat
     )
     assert run.stdout is not None
     for line in run.stdout:
-        if "epoch 0" in line:
+        if "epoch 1" in line:
             os.killpg(run.pid, signal.SIGHUP)
             break
     for line in run.stdout:
-        if "epoch 1" in line:  # it did not mind
+        if "epoch 2" in line:  # it did not mind
             hurry.unlink()
             os.killpg(run.pid, signal.SIGTERM)
             break

@@ -238,7 +238,7 @@ class Curriculum(LightningDataModule):
 def test_what_changes_by_epoch_is_no_other_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     often = {"reload_dataloaders_every_n_epochs": 1}
     fit(tmp_path, Regression(), Curriculum(), steps=8, **often)
-    assert caplog.text.count("The training loader's batch_size is 4 from epoch 1 on, and was 2") == 1
+    assert caplog.text.count("The training loader's batch_size is 4 from epoch 2 on, and was 2") == 1
     fit(tmp_path, Regression(), Curriculum(), steps=12, resume=True, **often)
     assert "The training set has" not in caplog.text
 

@@ -48,7 +48,7 @@ def assert_goes_on(tmp_path, ranks, words, *given, step=6):
     assert forked(killed, *words, callbacks(*given, fault), ranks=ranks).code != 0
     resumed = forked(killed, *words, callbacks(*given, fault), ranks=ranks)
     assert resumed.code == 0, resumed.output
-    assert re.search(r"epoch 1, step [1-4] of it", resumed.output), resumed.output
+    assert re.search(r"epoch 2, step [1-4] of it", resumed.output), resumed.output
     ours, theirs = newest(killed), newest(whole)
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "position"):
         assert same(ours[part], theirs[part]), part

@@ -63,7 +63,7 @@ def test_exact_on_one_and_on_three_ranks_is_the_same_and_otherwise_not(tmp_path,
     fit(tmp_path / "rounded", ranks=3)
     code, text = said("one", "rounded")
     assert code == 1
-    assert "step 1 (epoch 0) is the first that differs. The weights before it and all losses in it are the same" in text
+    assert "step 1 (epoch 1) is the first that differs. The weights before it and all losses in it are the same" in text
     assert "trainer.exact: True, and False" in text
     assert "Settings that differ: trainer.exact: True, and False Where they ran: trainer.devices: auto, and 3" in text
     fit(tmp_path / "other", "--seed_everything=1")
@@ -79,7 +79,7 @@ def test_a_module_with_chance_of_its_own_is_named(tmp_path, said):
         fit(tmp_path / name, base=NOISY)
     code, text = said("a", "b")
     assert code == 1
-    assert "step 1 (epoch 0) is the first that differs" in text
+    assert "step 1 (epoch 1) is the first that differs" in text
     assert "the loss of micro-batch 0 is not: it is the forward pass" in text
     assert "The first module that gave something else, in micro-batch 0: network.noise (Noise), after" in text
     assert "after network.before (Conv2d), which gave the same" in text

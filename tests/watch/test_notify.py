@@ -96,7 +96,7 @@ def test_messages_of_a_kind_are_rare_over_all_starts(tmp_path):
     [
         ("finished", None, "end"),
         ("stopped", "SIGTERM", "stopped"),
-        ("failed", "The loss of step 5 (epoch 1) is not finite: rank 1", "nan"),
+        ("failed", "The loss of step 5 (epoch 2) is not finite: rank 1", "nan"),
         ("failed", "The run hangs: rank 1 on h2 makes no progress", "hang"),
         ("killed", "rank 0 on h1 was killed by signal 9.", "lost"),
         ("failed", "RuntimeError: Connection closed by peer [127.0.0.1]:1", "lost"),

@@ -138,11 +138,27 @@ def test_all_curves_number_their_steps_alike(trained: tuple[Path, str, str], tmp
 def test_there_is_one_speed(trained: tuple[Path, str, str], capsys: pytest.CaptureFixture[str]) -> None:
     folder, _, text = trained
     summary = json.loads((folder / "lightning_logs/it/summary.json").read_text())
-    printed = re.findall(r"training +([\d,]+) samples/s", text)
+    printed = re.findall(r"samples/s \(median window ([\d,]+)\)", text)
     watch([str(folder / "lightning_logs/it"), "--once"])
     watched = re.findall(r"([\d,]+) samples/s", capsys.readouterr().out)
     assert printed == watched == [f"{summary['samples_per_s']:,.0f}"]
     assert summary["best"] == {"value": pytest.approx(0.8), "step": 80}
+    line = re.search(r"training +120 steps, 480 samples in ([\d.]+) s: ([\d,]+) samples/s", text)
+    assert line, text
+    assert float(line[2].replace(",", "")) == pytest.approx(480 / float(line[1]), rel=0.02), "what the line itself says"
+
+
+def test_a_metric_of_an_earlier_epoch_is_marked_and_epochs_count_from_1(trained: tuple[Path, str, str]) -> None:
+    _, screen, text = trained
+    assert re.findall(r"(epoch \d\S*)  step (\d+)  recall", text) == [
+        ("epoch 1/3", "40"),
+        ("epoch 2/3", "80"),
+        ("epoch 3/3", "120"),
+    ]
+    bar = [line for line in re.split(r"[\r\n]+", screen) if re.match(r"(epoch \d/3  )?step \d+/120", line)]
+    marked = {match[1] for line in bar for match in re.finditer(r"(?<!best )((?:last )?recall) 0\.", line)}
+    assert marked == {"last recall"}, bar
+    assert not any("last perplexity" in line for line in bar), "each step logs it"
 
 
 def test_warnings_have_a_colour_on_a_terminal_alone(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class RankAtFault:
 
     def __str__(self) -> str:
         beat, since = self.beat, time.strftime("%H:%M:%S", time.localtime(self.beat.since))
-        what = f"{beat.phase}, after step {beat.step}, epoch {beat.epoch}"
+        what = f"{beat.phase}, after step {beat.step}, epoch {beat.epoch + 1}"
         if self.silent_for is not None:
             state = f"is silent for {self.silent_for:.0f} s: stopped, dead, or cut off from the network"
             return f"rank {self.rank} on {self.host} {state}" + (f". Last heard of in: {what}" if beat.phase else "")

@@ -286,7 +286,7 @@ def test_a_host_whose_link_is_cut(tmp_path: Path, record_property: Any) -> None:
     with TwoHosts(tmp_path) as hosts:
         agents = [hosts.start(i, words, tmp_path) for i in (1, 2)]
         end = time.monotonic() + 90
-        while not any("epoch 0" in file.read_text() for file in tmp_path.glob("output-*.txt")):
+        while not any("epoch 1" in file.read_text() for file in tmp_path.glob("output-*.txt")):
             assert time.monotonic() < end, [file.read_text() for file in tmp_path.glob("output-*.txt")]
             time.sleep(0.05)
         hosts.cut(2)
