@@ -90,7 +90,7 @@ def test_the_module_of_the_readme_trains_and_resumes_on_three_ranks(cli, tmp_pat
     assert resumed.code == 0, resumed.output
     assert "1 host x 3 processes x micro-batch 16 x accumulation 2 = global batch 96" in resumed.output
     assert "step-000000013.ckpt" in resumed.output
-    assert "30 steps" in resumed.output
+    assert "17 steps, 1,632 samples in " in resumed.output  # of thirty
 
 
 def test_a_run_is_stopped_and_goes_on_as_the_page_about_signals_says(quick):

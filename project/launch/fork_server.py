@@ -15,8 +15,6 @@ import threading
 import time
 from contextlib import suppress
 
-import torch
-
 from project.cluster.place import MEMORY
 from project.errors import TRY_AGAIN, UserError
 from project.launch.orphans import end_with_parent
@@ -34,6 +32,8 @@ def is_fork_server() -> bool:
 def compute_alone() -> None:
     """Has this process, if it is to fork ranks, compute in one thread: forks lack OpenMP's threads, and would wait for them."""
     if is_fork_server():
+        import torch  # which the supervisor, that reads this file, must not load
+
         _THREADS.append(torch.get_num_threads())
         torch.set_num_threads(1)
 
@@ -45,6 +45,8 @@ def serve(ranks: int) -> None:
 
     `ranks`: how many; 0: the one that an engine has started, and given its number.
     """
+    import torch
+
     if threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
         raise UserError(
@@ -76,9 +78,9 @@ def serve(ranks: int) -> None:
                 for number, handler in before.items():
                     signal.signal(number, handler)
                 _become(rank, ranks, **json.loads(own))
-                torch.set_num_threads(_THREADS.pop())
                 os.close(pipe)
                 _SUPERVISOR.append(supervisor)
+                torch.set_num_threads(_THREADS.pop())
                 return
             spares[rank] = pid, pipe
         pids = [pid for pid, _ in spares.values()]
@@ -98,6 +100,8 @@ def serve(ranks: int) -> None:
 
 def _has_used_cuda() -> bool:
     """Returns whether CUDA has been used here, after which no fork of this process can use it: a fork tells."""
+    import torch
+
     if pid := os.fork():
         return bool(os.waitpid(pid, 0)[1])
     os._exit(torch.cuda._is_in_bad_fork())
