@@ -43,7 +43,7 @@ SKIPPED = "train/skipped_steps"
 """The curve of steps that were left out, as they were not finite."""
 _SAID = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (WARNING|ERROR|CRITICAL) +(.*)$", re.MULTILINE)
 _STATES = ("finished", "stopped", "failed", "killed")
-_KEPT = 2_000  # points of a curve, about, of which a page draws some hundred
+KEPT = 2_000  # points of a curve, about, of which a page draws some hundred
 _RECENT = 1_000  # measurements that a median is of
 _SETTINGS, _COMMAND = 1_000, 4_000  # names, and characters
 
@@ -205,7 +205,7 @@ class History:
 
 def read_history(folder: Path, name: str, in_training: bool = False) -> History:
     """Reads the history of the run in this folder. `in_training`: a process is training it."""
-    reader = Curves(folder, _KEPT)
+    reader = Curves(folder, KEPT)
     curves = reader.read()
     seen = [*reader.starts, *((point.time, point.step) for points in curves.values() for point in points)]
     lives = lives_of(folder / FILE, seen)
