@@ -3,7 +3,9 @@
 import fcntl
 import getpass
 import json
+import math
 import os
+import random
 import re
 import shutil
 import signal
@@ -12,6 +14,7 @@ import subprocess
 import sys
 from html import unescape
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from urllib.parse import unquote
 
@@ -19,8 +22,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from project.watch.charts import COLOURS, Chart, Line
+from project.watch.curves import Point
 from project.watch.dashboard import _LAYOUT
-from project.watch.figures import Axis, axis, metrics, scaling, sweep
+from project.watch.figures import Axis, axis, did_not_learn, metrics, scaling, sweep, used_rates
 from project.watch.goodput import Goodput, goodput
 from project.watch.history import PHASES, History, Life, read_history
 from project.watch.report import page, shares_of_a_step
@@ -169,6 +173,7 @@ def test_a_slow_loader_is_seen_on_its_rank_and_a_hot_loss_as_a_red_line(tmp_path
         assert sum(history.curves[f"speed/{phase}"][at].value for phase in PHASES) == pytest.approx(1, abs=1e-3)
     assert min(one.value for phase in PHASES for one in history.curves[f"speed/{phase}"]) >= 0
     assert history.curves["run/memory_gb"][-1].value > 0.1
+    assert history.curves["run/lr"][0].value == pytest.approx(history.curves["train/lr"][0].value, abs=1e-3) != 0
     assert history.curves["run/cpu_cores"][-1].value > 0
     assert history.curves["run/checkpoint_mb"][-1].value > 0
     assert min(one.value for one in history.curves["train/grad_norm"]) > 0
@@ -240,6 +245,44 @@ def test_runs_of_a_sweep_have_every_metric_and_a_line_on_parallel_axes(place):
     assert len(re.findall(r'<path data-run="\d+" stroke="(#\w+)"', text)) == len({*COLOURS[:12]}) == 12
     ticks = re.findall(r'<text class="tick"[^>]*>(.*?)</text>', text)
     assert {"1e-11", "1", "&lt;b&gt;", "null"} <= {*ticks}
+
+
+def learned(values, tag="train/loss", **more):
+    curves = {tag: [Point(step, value, 1e9 + step) for step, value in enumerate(values, 1)], **more}
+    return History("it", Path(), [Life(1e9, 0, 1, {}, 2e9, len(values), state="finished")], curves, {}, "", None)
+
+
+def test_a_run_that_learns_nothing_is_told_so():
+    chance = random.Random(0)
+    noise = [chance.gauss(0, 0.1) for _ in range(200)]
+    flat, leap = [2.303 + 0.001 * value for value in noise], [2.3, *(0.1 + 0.01 * value for value in noise)]
+    assert did_not_learn(learned([2.3] * 50)) == "did not learn: train/loss 2.3 \u2192 2.3"
+    assert did_not_learn(learned(flat)).startswith("did not learn: train/loss 2.303 \u2192 2.303")
+    assert did_not_learn(learned([2.3 + value for value in noise]))
+    assert did_not_learn(learned([2.3 + step for step in range(20)])) == "did not learn: train/loss 2.3 \u2192 21.3"
+    assert did_not_learn(learned([2.3, 2.4] * 5 + [math.nan])).endswith("\u2192 nan")
+    assert not did_not_learn(learned(leap)), "at once"
+    assert not did_not_learn(learned([2.3 + value - step / 200 for step, value in enumerate(noise)])), "slowly"
+    assert not did_not_learn(learned([2.3] * 7)), "too little is known"
+    assert not did_not_learn(learned([2.3] * 50, **{"val/acc": learned(range(50)).curves["train/loss"]}))
+    assert "It did not learn: train/loss 2.3" in page(learned([2.3] * 50))
+    assert compared([learned([2.3] * 50), learned(leap)]).count("did not learn") == 1
+
+
+def test_the_learning_rates_that_were_used_are_a_column_where_they_differ():
+    def run(*rates, tag="run/lr"):
+        return learned([2.3] * 9, **{tag: learned(rates).curves["train/loss"]})
+
+    warm = run(0.01, 0.1, 0.001)
+    assert f"{used_rates(warm)}" == "0.01 \u2192 0.1 \u2192 0.001"
+    assert f"{used_rates(run(0.1, 0.1))}" == "0.1"
+    for tag in ("train/lr", "lr-SGD", "learning_rate"):
+        assert used_rates(run(0.5, tag=tag)).peak == 0.5
+    assert used_rates(run(0.5, tag="lr-SGD-momentum")) is None
+    assert "0.01 \u2192 0.1 \u2192 0.001</td>" in compared([warm, run(0.1, 0.1)])
+    assert "learning rate</th>" not in compared([warm, warm])
+    assert "as the schedule set it" in page(warm)
+    assert "as the schedule set it" not in page(run(0.5, tag="train/lr"))
 
 
 def ended(folder, state, **more):
@@ -695,6 +738,11 @@ def test_runs_side_by_side_are_sorted_hidden_and_pointed_at(place, browser, tmp_
 
     browser.set_window_size(700, 500)
     try:
+        legend, first = browser.execute_script(
+            "document.querySelector('figure:last-of-type').scrollIntoView();"
+            "return ['.runs-legend', 'figure'].map(name => document.querySelector(name).getBoundingClientRect().top)"
+        )
+        assert first < 0 <= legend < 200, "the legend stays while charts are scrolled"
         sides = browser.execute_script(
             "const box = document.querySelector('.wide'), [table] = box.children; box.scrollTo(300, 300);"
             "const head = table.tHead.rows[0].cells, row = table.tBodies[0].rows[8].cells, edge = box.getBoundingClientRect();"
