@@ -17,6 +17,7 @@ _LOWER = re.compile(r"(^|[/_.])(loss|err|ppl|perplexity|nll|mae|mse|rmse|wer|cer
 _HIGHER = re.compile(
     r"(^|[/_.])(acc|f1|auc|auroc|precision|recall|iou|miou|dice|map|psnr|ssim|bleu|rouge|r2|top\d|score)", re.IGNORECASE
 )
+_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _RATE = re.compile(r"(.*[/_])?(lr|learning_rate)(-(?!.*(momentum|weight_decay)).*)?")
 _TRAIN_LOSS = ("train/loss", "train/loss_step", "train_loss", "train_loss_step", "loss")
 _BLOCKS, _JUDGED_FROM = 10, 8  # of a curve, whose means are compared; and points, of fewer of which nothing is judged
@@ -77,7 +78,7 @@ class Rates(NamedTuple):
     last: float
 
     def __str__(self) -> str:
-        texts = [number(rate) for rate in self]
+        texts = [f"{rate:.3g}" for rate in self]
         return (
             texts[0] if len({*texts}) == 1 else " \u2192 ".join(text for at, text in enumerate(texts) if text not in texts[:at])
         )
@@ -205,7 +206,12 @@ def axis(name: str, values: Sequence[object], note: str = "") -> Axis | None:
     if not 1 < len(choices) <= _CHOICES:
         return None
     spots = {text: at / (len(choices) - 1) for at, text in enumerate(choices)}
-    ticks = [(spot, text if len(text) <= _LABEL else f"...{text[-_LABEL:]}") for text, spot in spots.items()]
+    names = {text: text.rpartition(".")[2] if _CLASS.fullmatch(text) else text for text in choices}
+    short = names if len({*names.values()}) == len(names) else dict(zip(choices, choices, strict=True))
+    ticks = [
+        (spot, name if len(name) <= _LABEL else f"...{name[-_LABEL:]}")
+        for name, spot in zip(short.values(), spots.values(), strict=True)
+    ]
     return Axis(name, [spots[text] for text in texts], _apart(ticks))
 
 

@@ -66,7 +66,7 @@ def page(history: History) -> str:
         "run.html",
         title=f"Run {history.name}",
         history=history,
-        facts=facts(history),
+        facts={**facts(history), **({"state": f"{history.state}, after step {history.step:,}"} if ended else {})},
         verdict=_verdict(history) if ended else {},
         unlearned=did_not_learn(history),
         stacks=stacks(history.folder),
