@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 WRONG = 2
 """A configuration that can't work, which is as wrong the next time: no launcher starts it again."""
+SMALLER_BATCH = "the micro-batch does not fit. Set data.batch_size lower; data.global_batch_size can stay."
+"""The hint for a device that is out of memory."""
 TRY_AGAIN = 75
 """A temporary failure, as in sysexits.h. The same command resumes the run."""
 

@@ -3,7 +3,9 @@
 import fcntl
 import getpass
 import json
+import math
 import os
+import random
 import re
 import shutil
 import signal
@@ -12,6 +14,7 @@ import subprocess
 import sys
 from html import unescape
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from urllib.parse import unquote
 
@@ -19,8 +22,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from project.watch.charts import COLOURS, Chart, Line
+from project.watch.curves import Point
 from project.watch.dashboard import _LAYOUT
-from project.watch.figures import Axis, axis, metrics, scaling, sweep
+from project.watch.figures import Axis, axis, did_not_learn, metrics, scaling, sweep, used_rates
 from project.watch.goodput import Goodput, goodput
 from project.watch.history import PHASES, History, Life, read_history
 from project.watch.report import page, shares_of_a_step
@@ -169,6 +173,7 @@ def test_a_slow_loader_is_seen_on_its_rank_and_a_hot_loss_as_a_red_line(tmp_path
         assert sum(history.curves[f"speed/{phase}"][at].value for phase in PHASES) == pytest.approx(1, abs=1e-3)
     assert min(one.value for phase in PHASES for one in history.curves[f"speed/{phase}"]) >= 0
     assert history.curves["run/memory_gb"][-1].value > 0.1
+    assert 0 < history.curves["run/lr"][0].value < 2 * history.curves["train/lr"][0].value
     assert history.curves["run/cpu_cores"][-1].value > 0
     assert history.curves["run/checkpoint_mb"][-1].value > 0
     assert min(one.value for one in history.curves["train/grad_norm"]) > 0
@@ -242,6 +247,44 @@ def test_runs_of_a_sweep_have_every_metric_and_a_line_on_parallel_axes(place):
     assert {"1e-11", "1", "&lt;b&gt;", "null"} <= {*ticks}
 
 
+def learned(values, tag="train/loss", **more):
+    curves = {tag: [Point(step, value, 1e9 + step) for step, value in enumerate(values, 1)], **more}
+    return History("it", Path(), [Life(1e9, 0, 1, {}, 2e9, len(values), state="finished")], curves, {}, "", None)
+
+
+def test_a_run_that_learns_nothing_is_told_so():
+    chance = random.Random(0)
+    noise = [chance.gauss(0, 0.1) for _ in range(200)]
+    flat, leap = [2.303 + 0.001 * value for value in noise], [2.3, *(0.1 + 0.01 * value for value in noise)]
+    assert did_not_learn(learned([2.3] * 50)) == "did not learn: train/loss 2.3 \u2192 2.3"
+    assert did_not_learn(learned(flat)).startswith("did not learn: train/loss 2.303 \u2192 2.303")
+    assert did_not_learn(learned([2.3 + value for value in noise]))
+    assert did_not_learn(learned([2.3 + step for step in range(20)])) == "did not learn: train/loss 2.3 \u2192 21.3"
+    assert did_not_learn(learned([2.3, 2.4] * 5 + [math.nan])).endswith("\u2192 nan")
+    assert not did_not_learn(learned(leap)), "at once"
+    assert not did_not_learn(learned([2.3 + value - step / 200 for step, value in enumerate(noise)])), "slowly"
+    assert not did_not_learn(learned([2.3] * 7)), "too little is known"
+    assert not did_not_learn(learned([2.3] * 50, **{"val/acc": learned(range(50)).curves["train/loss"]}))
+    assert "It did not learn: train/loss 2.3" in page(learned([2.3] * 50))
+    assert compared([learned([2.3] * 50), learned(leap)]).count("did not learn") == 1
+
+
+def test_the_learning_rates_that_were_used_are_a_column_where_they_differ():
+    def run(*rates, tag="run/lr"):
+        return learned([2.3] * 9, **{tag: learned(rates).curves["train/loss"]})
+
+    warm = run(0.01, 0.1, 0.001)
+    assert f"{used_rates(warm)}" == "0.01 \u2192 0.1 \u2192 0.001"
+    assert f"{used_rates(run(0.1, 0.1))}" == "0.1"
+    for tag in ("train/lr", "lr-SGD", "learning_rate"):
+        assert used_rates(run(0.5, tag=tag)).peak == 0.5
+    assert used_rates(run(0.5, tag="lr-SGD-momentum")) is None
+    assert "0.01 \u2192 0.1 \u2192 0.001</td>" in compared([warm, run(0.1, 0.1)])
+    assert "learning rate</th>" not in compared([warm, warm])
+    assert "as the schedule set it" in page(warm)
+    assert "as the schedule set it" not in page(run(0.5, tag="train/lr"))
+
+
 def ended(folder, state, **more):
     """Returns the page of a run in another folder, which has ended so."""
     *lines, last = [json.loads(line) for line in (folder / "life.jsonl").read_text().splitlines()]
@@ -260,7 +303,12 @@ def test_a_run_elsewhere_goes_on_by_its_path_and_a_failed_one_after_its_cause_is
     assert "<h2>Go on with it</h2>" in text
     monkeypatch.chdir(here)
     assert "--config lightning_logs/it/config.yaml --run it\n" in ended(folder, "finished")
-    assert "<h2>When the cause is mended, go on with it</h2>" in ended(folder, "failed", why="out of luck")
+    text = ended(folder, "failed", why="out of luck")
+    assert "<h2>When the cause is mended, go on with it</h2>" in text
+    next_step = (
+        "To go on from there, on any number of ranks: <code>python -m project fit --config lightning_logs/it/config.yaml"
+    )
+    assert next_step in text[: text.index('<table class="facts">')]
     diverged = read_history(folder, "it")
     diverged.lives[-1].state = "finished"
     diverged.curves["train/loss"][-1] = diverged.curves["train/loss"][-1]._replace(value=float("nan"))
@@ -284,8 +332,13 @@ def test_what_mends_the_cause_stands_below_it(copied):
     assert re.search(r"<p>\d+ steps were done; there is no checkpoint\.</p>", box)
     assert re.findall('href="(.*?)"', box) == ["hang-rank0.txt", "hang-rank1.txt"]
     assert '<p class="hint">HINT: sleep.</p>' in ended(folder, "failed", why="Too tired. HINT: sleep.")
+    assert "HINT: the micro-batch does not fit." in ended(folder, "failed", why="rank 1 has failed: OutOfMemoryError: CUDA")
+    assert "for want of memory has killed it" in ended(folder, "failed", why="rank 1 on h1 was killed by signal 9.")
     text = ended(folder, "failed", why="out of luck")
     assert 'class="hint"' not in text
+    box, facts = text.split('<table class="facts">')[0:2]
+    assert f"To begin anew: <code>python -m project fit --config {folder}/config.yaml --run {folder}</code>" in box
+    assert "out of luck" not in facts.partition("<h2>")[0], "said once"
     assert "errors in its log" not in text
     assert re.search("At least [0-9,]+ steps were done", ended(folder, "failed", step=None, why="lost"))
     assert '<p class="errors"><a href="#warnings">2 errors in its log</a></p>' in ended(folder, "finished", why=None)
@@ -310,6 +363,9 @@ def test_the_shares_of_a_step_add_up_to_one(place):
 def test_axes_of_a_sweep_are_sorted_spread_and_labelled_so_that_they_can_be_read():
     lists = axis("widths", [[16, 32], [8, 16], None, [32, 64]])
     assert [text for _, text in lists.ticks] == ["[8, 16]", "[16, 32]", "[32, 64]", "null"]
+    classes = axis("network", ["torchvision.models.resnet18", "torchvision.models.resnet50", "mine.resnet152"])
+    assert [text for _, text in classes.ticks] == ["resnet152", "resnet18", "resnet50"]
+    assert [text for _, text in axis("same", ["a.Net", "b.Net"]).ticks] == ["a.Net", "b.Net"]
     spread = axis("decay", [0, 1e-4, 1e-3, 1e-2])
     gaps = [after - before for before, after in pairwise(spread.places)]
     assert spread.places[0] == 0
@@ -349,6 +405,29 @@ def contrast(colour, other):
 def test_twenty_colours_are_told_from_the_page_by_day_and_by_night():
     assert len({*COLOURS}) == 20
     assert all(contrast(colour, page) >= 3 for colour in COLOURS for page in ("#ffffff", "#15181c"))
+
+
+def luminance(colour):
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+    parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_text_can_be_read_by_day_and_by_night():
+    """WCAG's AA: a contrast of 4.5, of each colour of text, on the page and in its boxes."""
+    style = (ROOT / "project/watch/pages/page.css").read_text()
+    light, dark = (
+        dict(re.findall(r"--(\w+):(#\w+)", rules)) for rules in re.findall(r":root[^{]*\{([^}]*--back[^}]*)\}", style)
+    )
+    used = {*re.findall(r"[{;](?:color|fill):var\(--(\w+)\)", style)}
+    assert used == {"text", "soft", "fault", "good", "odd"}
+    for colours in (light, {**light, **dark}):
+        for name in used:
+            for ground in ("back", "box"):
+                darker, lighter = sorted((luminance(colours[name]), luminance(colours[ground])))
+                assert (lighter + 0.05) / (darker + 0.05) >= 4.5, (name, ground)
+    assert 1.05 / (luminance("#4761dc") + 0.05) >= 4.5, "of a pressed button"
 
 
 def test_what_is_damaged_is_left_out(place, tmp_path):
@@ -662,6 +741,12 @@ def test_runs_side_by_side_are_sorted_hidden_and_pointed_at(place, browser, tmp_
     drawn(browser, file)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 1400
 
+    opened = browser.execute_script(
+        "const part = document.querySelector('.differences'), now = name => (dispatchEvent(new Event(name)), part.open);"
+        "return [now('beforeprint'), now('afterprint')]"
+    )
+    assert opened == [True, False], "on paper nothing can be unfolded"
+
     def order():
         return [int(row.get_attribute("data-run")) for row in browser.find_elements("css selector", ".sortable tbody tr")]
 
@@ -695,6 +780,11 @@ def test_runs_side_by_side_are_sorted_hidden_and_pointed_at(place, browser, tmp_
 
     browser.set_window_size(700, 500)
     try:
+        legend, first = browser.execute_script(
+            "document.querySelector('figure:last-of-type').scrollIntoView();"
+            "return ['.runs-legend', 'figure'].map(name => document.querySelector(name).getBoundingClientRect().top)"
+        )
+        assert first < 0 <= legend < 200, "the legend stays while charts are scrolled"
         sides = browser.execute_script(
             "const box = document.querySelector('.wide'), [table] = box.children; box.scrollTo(300, 300);"
             "const head = table.tHead.rows[0].cells, row = table.tBodies[0].rows[8].cells, edge = box.getBoundingClientRect();"

@@ -18,7 +18,18 @@ from project.untrusted import LATEST, printable
 from project.watch.charts import number
 from project.watch.curves import Curves, Point
 from project.watch.fields import GAP, Field, Importance, fitted
-from project.watch.history import FILE, PHASES, Life, best_point, held, lives_of, longest, monitored_curve, of_the_module
+from project.watch.history import (
+    FILE,
+    KEPT,
+    PHASES,
+    Life,
+    best_point,
+    held,
+    lives_of,
+    longest,
+    monitored_curve,
+    of_the_module,
+)
 
 _ABOUT = "How a run gets on that goes on elsewhere, from the files in its folder alone; until it has finished, or Ctrl-C."
 _FRESH = 120.0  # seconds without a sign of life, after which a run that nobody here holds is taken for dead
@@ -61,7 +72,7 @@ class Look:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._curves = Curves(folder)
+        self._curves = Curves(folder, KEPT)
         self._points: Mapping[str, Sequence[Point]] = {}
 
     def __call__(self) -> tuple[str, list[Field]]:
@@ -99,7 +110,7 @@ class Look:
         if speeds:
             fields.append(Field(Importance.SPEED, f"{median(speeds):,.0f} samples/s"))
             shares = {name: newest[tag].value for name in PHASES if (tag := f"speed/{name}") in newest}
-            fields.append(Field(Importance.PHASE, longest(shares)))
+            fields += [Field(Importance.PHASE, longest(shares))] if shares else []
         ranks = "1 rank" if life.ranks == 1 else f"{life.ranks} ranks on {len(life.known.get('hosts', ())) or 1} host(s)"
         return [*fields, Field(Importance.RATE, ranks)]
 

@@ -26,7 +26,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from project.checkpoints.reading import checkpoints_in
 from project.cluster.connection import FAILED, close_connections
 from project.cluster.place import MORE_SHARED_MEMORY, shared_memory
-from project.errors import TRY_AGAIN, WRONG, Cause, NonFiniteError, UserError
+from project.errors import SMALLER_BATCH, TRY_AGAIN, WRONG, Cause, NonFiniteError, UserError
 from project.launch.fork_server import tell_supervisor
 from project.survive.hang.warden import OOM_KILL, TO_LOWER, OomKills
 from project.survive.signals import EXIT_CODES, SIGNALS
@@ -187,7 +187,7 @@ def message(error: BaseException, folder: Path | None = None) -> str:
     if which == "crash":
         text = Folded(error).text
         if isinstance(error, torch.OutOfMemoryError):
-            text += "\nHINT: the micro-batch does not fit. Set data.batch_size lower; data.global_batch_size can stay."
+            text += f"\nHINT: {SMALLER_BATCH}"
         return text
     if _NO_COMPILER.search(str(error)):
         return (

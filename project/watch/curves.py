@@ -29,6 +29,9 @@ ASIDE = "watch/"
 OURS = ("speed/", "ranks/", "run/", ASIDE)
 """The prefixes of the curves that are not the module's."""
 
+LEARNING_RATE = "run/lr"
+"""The curve of the learning rate that the schedule has set, whatever the module logs."""
+
 
 def board_tag(tag: str) -> str:
     """Returns the name that a curve has in TensorBoard."""

@@ -4,17 +4,24 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean, median
 from typing import NamedTuple
 
 from project.cluster.settings import flat
 from project.watch.charts import number
-from project.watch.curves import Point
+from project.watch.curves import LEARNING_RATE, Point
 from project.watch.history import History, best_point, of_the_module
 
 _LOWER = re.compile(r"(^|[/_.])(loss|err|ppl|perplexity|nll|mae|mse|rmse|wer|cer|fid)", re.IGNORECASE)
 _HIGHER = re.compile(
     r"(^|[/_.])(acc|f1|auc|auroc|precision|recall|iou|miou|dice|map|psnr|ssim|bleu|rouge|r2|top\d|score)", re.IGNORECASE
 )
+_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+_RATE = re.compile(r"(.*[/_])?(lr|learning_rate)(-(?!.*(momentum|weight_decay)).*)?")
+_TRAIN_LOSS = ("train/loss", "train/loss_step", "train_loss", "train_loss_step", "loss")
+_BLOCKS, _JUDGED_FROM = 10, 8  # of a curve, whose means are compared; and points, of fewer of which nothing is judged
+_BEYOND, _LEAST = 4.0, 0.002  # deviations of such a mean, and share of the first one, that are no improvement yet
 _CHOSEN_BY = ("optimizer", "lr_scheduler", "lr_scaling", "lr_reference_batch", "label_smoothing")
 """The keys of a model that do not change how much it computes."""
 _AXES, _CHOICES, _LABEL = 8, 12, 20  # settings of a sweep, texts on an axis, and characters of one
@@ -55,6 +62,61 @@ def metrics(histories: Sequence[History]) -> list[str]:
         return tag not in monitored, not tag.startswith(("val", "test")), common_direction(tag, histories) is None
 
     return sorted(tags, key=order)
+
+
+def learning_rates(history: History) -> Sequence[Point]:
+    """Returns the curve of the learning rate: the module's own, or else what was measured beside it."""
+    own = [tag for tag in history.curves if of_the_module(tag) and _RATE.fullmatch(tag)]
+    return history.curves.get(own[0] if own else LEARNING_RATE, ())
+
+
+class Rates(NamedTuple):
+    """The learning rates that a run has really used, as its schedule set them."""
+
+    first: float
+    peak: float
+    last: float
+
+    def __str__(self) -> str:
+        texts = [f"{rate:.3g}" for rate in self]
+        return (
+            texts[0] if len({*texts}) == 1 else " \u2192 ".join(text for at, text in enumerate(texts) if text not in texts[:at])
+        )
+
+
+def used_rates(history: History) -> Rates | None:
+    """Returns the first, the highest and the last learning rate of a run."""
+    rates = [point.value for point in learning_rates(history) if math.isfinite(point.value)]
+    return Rates(rates[0], max(rates), rates[-1]) if rates else None
+
+
+def did_not_learn(history: History) -> str:
+    """Returns a verdict on a run whose loss, or the metric that it is judged by, never got better than at its start by more
+    than noise; nothing where it did, or where too little was logged.
+    """
+    loss = next((tag for tag in _TRAIN_LOSS if tag in history.curves), None)
+    texts = []
+    for tag in dict.fromkeys(filter(None, (loss, history.monitored and history.monitored[0]))):
+        values = [point.value for point in history.curves[tag] if math.isfinite(point.value)]
+        better = direction(tag, history)
+        if better is None or len(values) < _JUDGED_FROM:
+            continue
+        if _improved(values if better == "max" else [-value for value in values]):
+            return ""
+        last = history.curves[tag][-1].value
+        texts.append(f"{tag} {number(values[0])} \u2192 {number(last)}")
+    return f"{'has not learned yet' if history.badge == 'running' else 'did not learn'}: {texts[0]}" if texts else ""
+
+
+def _improved(values: Sequence[float]) -> bool:
+    """Returns whether values, of which higher ones are better, rise above their start by more than noise. The noise is the
+    median of what they differ by from one to the next, which a trend, or a leap, hardly changes.
+    """
+    size = max(1, len(values) // _BLOCKS)
+    means = [fmean(values[at : at + size]) for at in range(0, len(values) - size + 1, size)]
+    noise = 1.05 * median(abs(after - before) for before, after in pairwise(values))  # as a standard deviation
+    best, least = max(means[1:]), _LEAST * abs(means[0])
+    return best - means[0] > max(_BEYOND * noise / math.sqrt(size), least) or best - values[0] > max(_BEYOND * noise, least)
 
 
 def _kind(history: History) -> str | None:
@@ -144,7 +206,12 @@ def axis(name: str, values: Sequence[object], note: str = "") -> Axis | None:
     if not 1 < len(choices) <= _CHOICES:
         return None
     spots = {text: at / (len(choices) - 1) for at, text in enumerate(choices)}
-    ticks = [(spot, text if len(text) <= _LABEL else f"...{text[-_LABEL:]}") for text, spot in spots.items()]
+    names = {text: text.rpartition(".")[2] if _CLASS.fullmatch(text) else text for text in choices}
+    short = names if len({*names.values()}) == len(names) else dict(zip(choices, choices, strict=True))
+    ticks = [
+        (spot, name if len(name) <= _LABEL else f"...{name[-_LABEL:]}")
+        for name, spot in zip(short.values(), spots.values(), strict=True)
+    ]
     return Axis(name, [spots[text] for text in texts], _apart(ticks))
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from project.cluster.settings import flat
+from project.errors import SMALLER_BATCH
 from project.masking import masked, masked_text
 from project.step.monitored import chosen_metric
 from project.untrusted import (
@@ -54,7 +55,7 @@ SKIPPED = "train/skipped_steps"
 """The curve of steps that were left out, as they were not finite."""
 _SAID = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (WARNING|ERROR|CRITICAL) +(.*)$", re.MULTILINE)
 _STATES = ("finished", "stopped", "failed", "killed")
-_KEPT = 2_000  # points of a curve, about, of which a page draws some hundred
+KEPT = 2_000  # points of a curve, about, of which a page draws some hundred
 _RECENT = 1_000  # measurements that a median is of
 _SETTINGS, _COMMAND = 1_000, 4_000  # names, and characters
 
@@ -71,6 +72,14 @@ _TABLE = re.compile(r"[\w-]{1,80}\.txt")
 _CHECKPOINT = re.compile(r"[\w.=-]{1,120}\.ckpt")
 _STACKS = re.compile(r"hang-rank\d{1,9}\.txt")
 _HINT, _NAMED = " HINT:", 80  # characters of a cause by which an entry of the log names it
+_HINTS = (
+    (re.compile(r"\bOutOfMemoryError\b"), SMALLER_BATCH),
+    (
+        re.compile(r"\bkilled by signal 9\b"),
+        "a person, a scheduler, or the kernel for want of memory has killed it: see the scheduler's log, and the host's dmesg.",
+    ),
+)
+"""The hints for causes that carry none in the log of rank 0."""
 _ENTRY = re.compile(r"^(?=\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [A-Z])", re.MULTILINE)
 _FAULTS = ("ERROR", "CRITICAL")
 
@@ -216,7 +225,7 @@ class History:
 
 def read_history(folder: Path, name: str, in_training: bool = False) -> History:
     """Reads the history of the run in this folder. `in_training`: a process is training it."""
-    reader = Curves(folder, _KEPT)
+    reader = Curves(folder, KEPT)
     curves = reader.read()
     seen = [*reader.starts, *((point.time, point.step) for points in curves.values() for point in points)]
     lives = lives_of(folder / FILE, seen)
@@ -340,13 +349,17 @@ def log_end(folder: Path) -> str:
 
 
 def hint_of(history: "History") -> str:
-    """Returns what mends the cause of a run's end, by the error in its log that names this cause; nothing where none does."""
+    """Returns what mends the cause of a run's end, by the error in its log that names this cause, or else by the
+    cause's kind; nothing where neither does.
+    """
     last = history.lives[-1]
     if _HINT in (last.why or ""):
         return (last.why or "").partition(_HINT)[2].strip()
     entries = [] if not last.why else _ENTRY.split(_end(history.folder / LOG, _READ))
     named = [text for text in entries if _HINT in text and str(last.why)[:_NAMED] in text and text[24:].startswith(_FAULTS)]
-    return named[-1].rpartition(_HINT)[2].partition("\n")[0].strip() if named else ""
+    if named:
+        return named[-1].rpartition(_HINT)[2].partition("\n")[0].strip()
+    return next((hint for pattern, hint in _HINTS if pattern.search(last.why or "")), "")
 
 
 def stacks(folder: Path) -> list[File]:

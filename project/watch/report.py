@@ -10,7 +10,7 @@ from project.errors import UserError
 from project.untrusted import printable, write_text
 from project.watch.charts import COLOURS, HEALTH, OF_RANKS, SPEED, Chart, Line, Mark
 from project.watch.curves import Point
-from project.watch.figures import best, direction, metrics
+from project.watch.figures import best, did_not_learn, direction, learning_rates, metrics
 from project.watch.goodput import goodput
 from project.watch.history import (
     LOG,
@@ -66,8 +66,9 @@ def page(history: History) -> str:
         "run.html",
         title=f"Run {history.name}",
         history=history,
-        facts=facts(history),
+        facts={**facts(history), **({"state": f"{history.state}, after step {history.step:,}"} if ended else {})},
         verdict=_verdict(history) if ended else {},
+        unlearned=did_not_learn(history),
         stacks=stacks(history.folder),
         errors=0 if ended else sum(level in ("ERROR", "CRITICAL") and when >= since for when, level, _ in history.warnings),
         troubled=ended or _diverged(history),
@@ -195,6 +196,8 @@ def _learning(history: History) -> dict[str, list[Line]]:
             known = stage in _STAGES and name
             line = Line(tag, points, _STAGES.index(stage) if known else 0)
             charts.setdefault(name if known else tag, []).append(line)
+    if not any(line.points is learning_rates(history) for lines in charts.values() for line in lines):
+        charts["lr"] = [Line("as the schedule set it", learning_rates(history))]
     for lines in charts.values():
         lines.sort(key=lambda line: line.colour)
     return dict(sorted(charts.items(), key=lambda chart: chart[0] not in _FIRST))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from project.cluster.settings import differing
 from project.watch.charts import COLOURS, Chart, Line
 from project.watch.curves import Point
-from project.watch.figures import best, common_direction, metrics, scaling, sweep
+from project.watch.figures import Rates, best, common_direction, did_not_learn, metrics, scaling, sweep, used_rates
 from project.watch.history import BESIDE, History
 from project.watch.pages import rendered
 from project.watch.report import PAGE
@@ -27,6 +27,8 @@ class Row(NamedTuple):
     ranks: str
     speed: float | None
     efficiency: float | None
+    rates: Rates | None
+    verdict: str
     values: list[tuple[Point | None, Point | None]]
     """The last and the best point of each metric."""
 
@@ -36,7 +38,7 @@ def compared(histories: Sequence[History], place: Path | None = None) -> str:
     tags = metrics(histories)[:_METRICS]
     changes = differences(histories)
     x_name = "samples" if all(history.global_batch for history in histories) else "steps"
-    efficiency = scaling(histories)
+    efficiency, rates = scaling(histories), [used_rates(history) for history in histories]
     rows = [
         Row(
             history,
@@ -45,6 +47,8 @@ def compared(histories: Sequence[History], place: Path | None = None) -> str:
             ", then ".join(ranks for ranks, _ in groupby(str(life.ranks) for life in history.lives)),
             history.recent_median("speed/samples_per_s"),
             efficiency[number],
+            rates[number],
+            did_not_learn(history),
             [(history.curves[tag][-1] if tag in history.curves else None, best(history, tag)) for tag in tags],
         )
         for number, history in enumerate(histories)
@@ -57,6 +61,7 @@ def compared(histories: Sequence[History], place: Path | None = None) -> str:
         better=[common_direction(tag, histories) for tag in tags],
         winners=_winners(rows, tags, histories),
         efficient=any(ratio is not None for ratio in efficiency),
+        rated=len({str(used) for used in rates}) > 1,
         parallel=sweep(histories, changes),
         axes=[{"name": x_name}, {"name": "hours of training"}],
         marks=[],

@@ -34,6 +34,7 @@ from project.step.data_ranks import data_ranks
 from project.step.logged import measurement_loggers
 from project.step.state import micro_batch
 from project.typed import typed
+from project.watch.curves import LEARNING_RATE
 from project.watch.flops import flops, network_of, peak
 from project.watch.history import PHASES
 from project.watch.life import record
@@ -314,6 +315,8 @@ class Throughput(Callback):
             values["run/gpu_memory_gb"] = device / 1e9
         if not math.isnan(use := fmean(measured.gpu for measured in ranks)):
             values["run/gpu_use"] = use
+        if trainer.optimizers:  # a module that logs no learning rate of its own has this one
+            values[LEARNING_RATE] = float(trainer.optimizers[0].param_groups[0]["lr"])
         for logger in measurement_loggers(trainer):
             logger.log_metrics(values, step=step)
         self._seconds += seconds

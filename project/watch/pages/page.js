@@ -7,7 +7,7 @@ const several = document.querySelector('table.runs[class~=sortable]') !== null, 
 let axis = 0, zoom = null;
 
 const short = value => value == null ? '' : Math.abs(value) >= 1e6 || (value && Math.abs(value) < 1e-4)
-  ? value.toExponential(2).replace(/\.?0+e/, 'e')
+  ? value.toExponential(2).replace(/\.?0*e\+?/, 'e')
   : value.toLocaleString('en', Math.abs(value) >= 1000 ? {maximumFractionDigits: 0} : {maximumSignificantDigits: 4});
 const named = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const ranges = page.axes.map((_, at) => {
@@ -195,6 +195,7 @@ matchMedia('(prefers-color-scheme: dark)').addEventListener('change', drawAll);
 for (const [name, printed] of [['beforeprint', true], ['afterprint', false]])
   addEventListener(name, () => {
     document.documentElement.classList.toggle('printed', printed);
+    for (const part of document.querySelectorAll('.differences')) part.open = printed;
     drawAll();
   });
 
