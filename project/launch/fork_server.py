@@ -104,7 +104,14 @@ def _has_used_cuda() -> bool:
 
     if pid := os.fork():
         return bool(os.waitpid(pid, 0)[1])
-    os._exit(torch.cuda._is_in_bad_fork())
+    is_refused = False
+    try:
+        if torch.cuda.device_count():
+            torch.cuda.init()
+    except RuntimeError as error:
+        is_refused = "forked" in str(error)
+    finally:
+        os._exit(is_refused)
 
 
 def _is_closed(pipe: int) -> bool:

@@ -16,6 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean, median, median_low
 from typing import Any, Literal
 
@@ -26,9 +27,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from project.checkpoints.reading import memory_folder
 from project.cluster.group import Group
-from project.cluster.place import host, short
+from project.cluster.place import MEMORY, host, short
 from project.errors import UserError
 from project.step.data_ranks import data_ranks
 from project.step.logged import measurement_loggers
@@ -98,11 +98,11 @@ class Measured:
 
 def _kept_flops(module: LightningModule, shape: Sequence[int]) -> float:
     """Returns the operations for a sample: ranks that are started again need not count them again."""
-    file = None if (folder := memory_folder()) is None else folder / "flops"
-    if file is not None and file.exists():
+    file = Path(os.environ[MEMORY], "flops") if MEMORY in os.environ else None
+    if file and file.exists():
         return float(file.read_text())
     counted = flops(network_of(module), shape)
-    if file is not None:
+    if file:
         file.write_text(str(counted))
     return counted
 
