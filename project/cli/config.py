@@ -72,6 +72,7 @@ def brought(argv: list[str]) -> tuple[bool, bool]:
 _SECTIONS = ("trainer", "model", "data", "checkpoints", "watchdog", "recover", "profile", "dashboard", "notify", "metrics")
 _UNWRITABLE = "Unable to serialize instance"
 _LONGEST_VALUE = 60  # characters of an argument
+_SHORT_SECTION = 12  # keys
 
 
 class HelpAll(argparse._HelpAction):
@@ -243,14 +244,16 @@ def _writable(value: object) -> object:
 
 
 def _meant(name: str, known: Iterable[str]) -> str:
-    """Returns what may have been meant; of a class's arguments, those that there are."""
+    """Returns what may have been meant; else, of a class's arguments or a short section, the names that there are."""
     place, _, last = name.rpartition(".")
     beside = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == place]
     if near := difflib.get_close_matches(last, beside, n=1):
         return f". Did you mean {place}{'.' * bool(place)}{near[0]}?"
-    if near := difflib.get_close_matches(name, list(known), n=1, cutoff=0.7 if place else 0.6):
+    elsewhere = [key for key in known if not name.startswith(f"{key}.")]
+    if near := difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.7 if place else 0.6):
         return f". Did you mean {near[0]}?"
-    return f". There are: {', '.join(beside)}." if place.endswith("init_args") and beside else ""
+    listed = beside and (place.endswith("init_args") or (place and len(beside) <= _SHORT_SECTION))
+    return f". There are: {', '.join(beside)}." if listed else ""
 
 
 def _arguments(key: str, classes: list[str]) -> list[str]:
