@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -204,7 +205,8 @@ def test_a_run_that_ends_in_a_hot_loss_says_so(tmp_path):
 
 
 def test_several_runs_side_by_side(place):
-    done = report(place, "it", "other")
+    (place / "lightning_logs/compared.html").touch()  # an earlier one, as lightning_logs/* names it
+    done = report(place, "it", "other", "lightning_logs/compared.html")
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
     assert last == "Side by side: lightning_logs/compared.html"
@@ -214,6 +216,12 @@ def test_several_runs_side_by_side(place):
     assert float(found[0][2]) >= float(found[1][2]), "the best comes first"
     text = unescape((place / "lightning_logs/compared.html").read_text().replace("<wbr>", ""))
     assert "1, then 2, then 3" in text
+    best = re.search(r"The best by val/acc \(higher is better\): (\w+), [\d.]+ at step \d+\.", text)
+    assert [best[1], found[0][1]] == [found[0][1], re.search(r'data-run="0"><th scope="row" data-value="(\w+)"', text)[1]]
+    assert re.search(r"<p>steps: .*global batch: 48; seed: 0; ranks: not the same \(", text), text[
+        text.index("Side by side") :
+    ][:600]
+    assert '<th scope="col" title="model.optimizer.init_args.lr">optimizer.lr</th>' in text
     assert 'href="other/report.html"' in text
     assert "model.optimizer.init_args.lr" in text[text.index("What differs") :]
     histories = [read_history(place / "lightning_logs" / name, name) for name in ("it", "other")]
@@ -300,19 +308,20 @@ def test_a_run_elsewhere_goes_on_by_its_path_and_a_failed_one_after_its_cause_is
     text = ended(folder, "finished")
     assert f"--config '{folder}/config.yaml' --run '{folder}'\n" in text
     assert f'torch.load("{folder}/checkpoints/step-' in text
-    assert "<h2>Go on with it</h2>" in text
+    assert "<h2>Resume it</h2>" in text
     monkeypatch.chdir(here)
     assert "--config lightning_logs/it/config.yaml --run it\n" in ended(folder, "finished")
     text = ended(folder, "failed", why="out of luck")
-    assert "<h2>When the cause is mended, go on with it</h2>" in text
+    assert "<h2>When the cause is fixed, resume it</h2>" in text
     next_step = (
-        "To go on from there, on any number of ranks: <code>python -m project fit --config lightning_logs/it/config.yaml"
+        f"this resumes from there, on any number of ranks: <code>cd {shlex.quote(str(here))} && "
+        "python -m project fit --config lightning_logs/it/config.yaml"
     )
-    assert next_step in text[: text.index('<table class="facts">')]
+    assert next_step in unescape(text[: text.index('<table class="facts">')])
     diverged = read_history(folder, "it")
     diverged.lives[-1].state = "finished"
     diverged.curves["train/loss"][-1] = diverged.curves["train/loss"][-1]._replace(value=float("nan"))
-    assert "<h2>When the cause is mended, go on with it</h2>" in page(diverged)
+    assert "<h2>When the cause is fixed, resume it</h2>" in page(diverged)
 
 
 def test_what_mends_the_cause_stands_below_it(copied):
@@ -337,7 +346,7 @@ def test_what_mends_the_cause_stands_below_it(copied):
     text = ended(folder, "failed", why="out of luck")
     assert 'class="hint"' not in text
     box, facts = text.split('<table class="facts">')[0:2]
-    assert f"To begin anew: <code>python -m project fit --config {folder}/config.yaml --run {folder}</code>" in box
+    assert f"this begins anew: <code>python -m project fit --config {folder}/config.yaml --run {folder}</code>" in box
     assert "out of luck" not in facts.partition("<h2>")[0], "said once"
     assert "errors in its log" not in text
     assert re.search("At least [0-9,]+ steps were done", ended(folder, "failed", step=None, why="lost"))

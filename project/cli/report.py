@@ -25,26 +25,28 @@ def main(words: Sequence[str]) -> int:
         "--out", type=Path, help="of several runs: where the page goes (compared.html beside them, if not given)"
     )
     given = parser.parse_args(words)
-    return _write(list(dict.fromkeys(given.run)), given.out)
+    runs = [name for name in dict.fromkeys(given.run) if not name.endswith(".html")]  # of lightning_logs/*, earlier comparisons
+    return _write(runs or given.run, given.out)
 
 
 def _lines(histories: Sequence[History]) -> list[str]:
-    """Returns a line for each run, the best first by the metric that it is judged by; runs without any come last."""
-
-    def order(history: History) -> tuple[bool, str, float]:
-        if not (history.monitored and history.best):
-            return True, "", 0.0
-        tag, mode = history.monitored
-        return False, tag, -history.best.value if mode == "max" else history.best.value
-
+    """Returns a line for each run."""
     rows = []
-    for history in sorted(histories, key=order):
+    for history in histories:
         last = ""
         if history.monitored and history.best:
             last = f"best {history.monitored[0]} {number(history.best.value)} at step {history.best.step:,}"
         rows.append((history.name, history.badge, f"step {history.step:,}", last))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _order(history: History) -> tuple[bool, str, float]:
+    """Returns the key that sorts runs: the best first by the metric that they are judged by; runs without any come last."""
+    if not (history.monitored and history.best):
+        return True, "", 0.0
+    tag, mode = history.monitored
+    return False, tag, -history.best.value if mode == "max" else history.best.value
 
 
 def _write(names: Sequence[str], out: Path | None) -> int:
@@ -54,6 +56,7 @@ def _write(names: Sequence[str], out: Path | None) -> int:
         refuse_nothing(histories[-1])
     try:
         pages = [write(history) for history in histories]
+        histories.sort(key=_order)
         if len(histories) == 1:
             show(f"{histories[0].name}: {pages[0]}")
             for name, text in facts(histories[0]).items():

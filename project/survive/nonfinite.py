@@ -335,4 +335,4 @@ def _hint(trainer: Trainer, faults: list[Fault], everywhere: bool) -> str:
             f"({', '.join(names[-3:]) or 'there is none yet'}): --resume PATH --change KEYS, those that you set."
         )
     look = "these samples" if faults else "what the network does in its backward pass"
-    return f"look at {look}; the run goes on with this step, or without it: --trainer.nonfinite skip."
+    return f"look at {look}. A resumed run repeats this step; to leave it out, add --trainer.nonfinite skip."

@@ -69,6 +69,7 @@ _LINES, _LONGEST = 100, 500  # of the log's end, and characters of a line
 _TABLES, _CHECKPOINTS = 8, 20
 _READ = 1 << 17  # bytes of a log's end, or of a table
 _TABLE = re.compile(r"[\w-]{1,80}\.txt")
+_STEP = re.compile(r"step-(\d{1,18})", re.ASCII)
 _CHECKPOINT = re.compile(r"[\w.=-]{1,120}\.ckpt")
 _STACKS = re.compile(r"hang-rank\d{1,9}\.txt")
 _HINT, _NAMED = " HINT:", 80  # characters of a cause by which an entry of the log names it
@@ -227,7 +228,12 @@ def read_history(folder: Path, name: str, in_training: bool = False) -> History:
     """Reads the history of the run in this folder. `in_training`: a process is training it."""
     reader = Curves(folder, KEPT)
     curves = reader.read()
+    manifests = sorted(folder.glob("checkpoints/step-*.json"), reverse=True)
+    newest = next((path.with_suffix(".ckpt") for path in manifests if _is_whole(path)), None)
     seen = [*reader.starts, *((point.time, point.step) for points in curves.values() for point in points)]
+    with suppress(OSError):
+        if newest and (step := _STEP.match(newest.name)):
+            seen.append((newest.with_suffix(".json").stat().st_mtime, int(step[1])))
     lives = lives_of(folder / FILE, seen)
     if lives and in_training and lives[-1].state == "killed":
         lives[-1].state = "going on"
@@ -237,8 +243,6 @@ def read_history(folder: Path, name: str, in_training: bool = False) -> History:
         text = text if config == parsed else yaml.safe_dump(config, sort_keys=False)
     except (yaml.YAMLError, OSError, ValueError):
         config, text = {}, masked_text(text)
-    manifests = sorted(folder.glob("checkpoints/step-*.json"), reverse=True)
-    newest = next((path.with_suffix(".ckpt") for path in manifests if _is_whole(path)), None)
     warnings = _SAID.findall(_end(folder / LOG, _LOG))[-_WARNINGS:]
     config = config if isinstance(config, dict) else {}
     return History(name, folder, lives, curves, config, text, newest, warnings, reader.pictures)

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 from project.errors import UserError
@@ -111,8 +112,8 @@ def _arguments(history: History) -> dict[str, str]:
     """Returns what names a run on a command line: a run of this folder by its name, another by its path."""
     folder = history.folder.absolute()
     if folder == Path(_RUNS).absolute() / history.name:
-        return {"folder": f"{_RUNS}/{history.name}", "name": history.name}
-    return {"folder": str(folder), "name": str(folder)}
+        return {"folder": f"{_RUNS}/{history.name}", "name": history.name, "place": f"cd {quote(str(Path.cwd()))} && "}
+    return {"folder": str(folder), "name": str(folder), "place": ""}
 
 
 def _charts(named: Mapping[str, Sequence[Line]], from_zero: bool = False) -> list[Chart]:

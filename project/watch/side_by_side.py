@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from project.cluster.settings import differing
-from project.watch.charts import COLOURS, Chart, Line
+from project.watch.charts import COLOURS, Chart, Line, number
 from project.watch.curves import Point
 from project.watch.figures import Rates, best, common_direction, did_not_learn, metrics, scaling, sweep, used_rates
 from project.watch.history import BESIDE, History
@@ -16,6 +16,8 @@ from project.watch.report import PAGE
 
 _METRICS = 40  # columns
 _SETTINGS = 200
+_CHOSEN = 5  # columns of settings that differ
+_BY_RANKS = ("trainer.devices", "trainer.num_nodes")  # which a column of its own tells
 
 
 class Row(NamedTuple):
@@ -29,6 +31,8 @@ class Row(NamedTuple):
     efficiency: float | None
     rates: Rates | None
     verdict: str
+    chosen: list[object]
+    """The values of settings that differ."""
     values: list[tuple[Point | None, Point | None]]
     """The last and the best point of each metric."""
 
@@ -37,29 +41,35 @@ def compared(histories: Sequence[History], place: Path | None = None) -> str:
     """Returns the page of several runs. `place`: the folder that it is written to, from where it links to the runs' pages."""
     tags = metrics(histories)[:_METRICS]
     changes = differences(histories)
+    chosen = [name for name, values in changes.items() if name not in _BY_RANKS and not any(map(_is_nested, values))][:_CHOSEN]
     x_name = "samples" if all(history.global_batch for history in histories) else "steps"
     efficiency, rates = scaling(histories), [used_rates(history) for history in histories]
     rows = [
         Row(
             history,
-            COLOURS[number % len(COLOURS)],
+            COLOURS[at % len(COLOURS)],
             os.path.relpath(history.folder.absolute() / PAGE, place.absolute()) if place else f"{history.name}/{PAGE}",
             ", then ".join(ranks for ranks, _ in groupby(str(life.ranks) for life in history.lives)),
             history.recent_median("speed/samples_per_s"),
-            efficiency[number],
-            rates[number],
+            efficiency[at],
+            rates[at],
             did_not_learn(history),
+            [changes[name][at] for name in chosen],
             [(history.curves[tag][-1] if tag in history.curves else None, best(history, tag)) for tag in tags],
         )
-        for number, history in enumerate(histories)
+        for at, history in enumerate(histories)
     ]
     return rendered(
         "runs.html",
         title=f"{len(histories)} runs",
         rows=rows,
         tags=tags,
+        chosen={name: ".".join(name.replace(".init_args", "").split(".")[-2:]) for name in chosen},
+        best=_best(histories),
+        common=_common(histories),
         better=[common_direction(tag, histories) for tag in tags],
         winners=_winners(rows, tags, histories),
+        manned=len({row.ranks for row in rows}) > 1,
         efficient=any(ratio is not None for ratio in efficiency),
         rated=len({str(used) for used in rates}) > 1,
         parallel=sweep(histories, changes),
@@ -68,6 +78,38 @@ def compared(histories: Sequence[History], place: Path | None = None) -> str:
         sections={"Curves": _charts(histories, [*tags, "speed/samples_per_s"], x_name)},
         differences=dict([*changes.items()][:_SETTINGS]),
     )
+
+
+def _is_nested(value: object) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(part, (dict, list)) for part in value))
+
+
+def _best(histories: Sequence[History]) -> str:
+    """Returns which run is the best, by the metric that all are judged by; '' where they are judged by different ones."""
+    judged = [(history.best, history) for history in histories if history.best]
+    if len({history.monitored for _, history in judged}) != 1:
+        return ""
+    tag, mode = judged[0][1].monitored or ("", "")
+    point, history = (min if mode == "min" else max)(judged, key=lambda pair: pair[0].value)
+    better = "lower" if mode == "min" else "higher"
+    return f"The best by {tag} ({better} is better): {history.name}, {number(point.value)} at step {point.step:,}."
+
+
+def _common(histories: Sequence[History]) -> dict[str, str]:
+    """Returns what makes runs comparable: steps, batch, seed and processes, each with the value of all, or with their range."""
+    facts: dict[str, list[object]] = {
+        "steps": [history.step for history in histories],
+        "global batch": [history.global_batch for history in histories],
+        "seed": [history.config.get("seed_everything") for history in histories],
+        "ranks": [history.lives[-1].ranks if history.lives else None for history in histories],
+        "starts": [len(history.lives) for history in histories],
+    }
+    return {name: _range(values) for name, values in facts.items() if any(value is not None for value in values)}
+
+
+def _range(values: Sequence[object]) -> str:
+    texts = list(dict.fromkeys(f"{value:,}" if isinstance(value, int) else str(value) for value in values))
+    return texts[0] if len(texts) == 1 else f"not the same ({', '.join(texts[:4])}{', ...' * (len(texts) > 4)})"
 
 
 def _winners(rows: Sequence[Row], tags: Sequence[str], histories: Sequence[History]) -> list[float | None]:
