@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -51,11 +52,16 @@ class Fault:
     number: str
     samples: list[int] | None
     loss: float
+    bad: list[int]
+    """Positions of the samples that are not finite themselves, as far as the host could look."""
 
     def __str__(self) -> str:
         where = f"{self.loss} on rank {self.rank}, {self.host}, in micro-batch {self.number}"
         if self.samples is None:
             return where
+        if self.bad:
+            bad = ", ".join(str(self.samples[at]) for at in self.bad[:_SHOWN])
+            return f"{where}: the input of sample{'s' * (len(self.bad) > 1)} {bad} has NaN or infinite values"
         more = len(self.samples) - _SHOWN
         shown = ", ".join(map(str, self.samples[:_SHOWN]))
         return f"{where}, samples {shown}{f' and {more} more' if more > 0 else ''}"
@@ -67,7 +73,8 @@ class CheckedStep:
 
     number: int
     epoch: int
-    losses: list[tuple[MicroBatch, Tensor]] = field(default_factory=list)
+    losses: list[tuple[MicroBatch, Tensor, list[int]]] = field(default_factory=list)
+    """Of each micro-batch: its loss, and the samples whose inputs are not finite."""
     late: bool = False
     """Whether the host reads the flag some steps later, when the device has computed it."""
     flag: Tensor | None = None
@@ -94,6 +101,7 @@ class NonFinite(Callback):
         self._unread: deque[CheckedStep] = deque()
         self._unit, self._flag, self._skips = torch.ones(()), torch.zeros(()), torch.zeros((), dtype=torch.bool)
         self._late = False
+        self._batch: object = None
         self._stream: torch.cuda.Stream | None = None
 
     def state_dict(self) -> dict[str, int]:
@@ -137,6 +145,7 @@ class NonFinite(Callback):
             self._step = CheckedStep(trainer.global_step + 1, trainer.current_epoch)
             self._step.late = self._late and self._may_look_later(trainer)
             step_state(trainer).skipped = self._skips if self._step.late and self.act == "skip" else False
+        self._batch = None if self._step.late else batch
 
     def _may_look_later(self, trainer: Trainer) -> bool:
         """Returns whether the host may read the flag of the current step later: it stops then, or the device skips the step by
@@ -178,13 +187,15 @@ class NonFinite(Callback):
             vars(optimizer).pop("found_inf", None)
         if self._step.late or (batch_idx + 1) % trainer.accumulate_grad_batches:
             self._note_loss(trainer)
+        self._batch = None
         if self._step.late and self._step.flag is None and trainer.global_step >= self._step.number:
             self._queue_flag(trainer, self._step)
 
     def _note_loss(self, trainer: Trainer) -> None:
         """Adds the current micro-batch and its loss to the record of the step."""
         if (loss := step_state(trainer).loss) is not None:
-            self._step.losses.append((micro_batch(trainer), loss))
+            bad = [] if self._step.late or loss.isfinite() else _bad_inputs(self._batch, micro_batch(trainer).size)
+            self._step.losses.append((micro_batch(trainer), loss, bad))
 
     def _drop_gradients(self, trainer: Trainer, optimizer: Optimizer) -> None:
         """Skips the step by removing its gradients: the optimiser ignores parameters without one, and changes neither weights
@@ -286,12 +297,24 @@ def _parameters_are_finite(module: LightningModule) -> bool:
     return not (any_rank([here])[0] if is_sharded(module.trainer) else here)
 
 
+def _bad_inputs(batch: object, size: int) -> list[int]:
+    """Returns the positions in a micro-batch at which a tensor of numbers is not finite."""
+    bad: set[int] = set()
+
+    def look(values: Tensor) -> None:
+        if values.is_floating_point() and values.ndim and len(values) == size:
+            bad.update((~values.reshape(size, -1).isfinite()).any(1).nonzero().flatten().tolist())
+
+    apply_to_collection(batch, Tensor, look)
+    return sorted(bad)
+
+
 def _faults(trainer: Trainer, step: CheckedStep) -> list[Fault]:
     """Returns the micro-batches of all ranks whose loss is not finite. Called by all of them."""
     total = data_ranks(trainer).count * trainer.accumulate_grad_batches
     own = [
-        Fault(trainer.global_rank, host(), f"{batch.key[2] + 1} of {total}", batch.samples, loss.item())
-        for batch, loss in step.losses
+        Fault(trainer.global_rank, host(), f"{batch.key[2] + 1} of {total}", batch.samples, loss.item(), bad)
+        for batch, loss, bad in step.losses
         if not loss.isfinite()
     ]
     return [fault for part in data_ranks(trainer).all_gather_objects(own) for fault in part]

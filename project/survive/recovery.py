@@ -25,7 +25,8 @@ class Recovery(Callback):
     """Starts the ranks of this host again when one of them is lost, and keeps the run's state in memory for that.
 
     Args:
-        restarts: how often the ranks are started again; with 0 a lost rank ends the run. Under plain Python, torchrun, srun and Ray.
+        restarts: how often the ranks are started again; with 0 a lost rank ends the run. Under plain Python,
+            torchrun, srun and Ray.
         every_n_steps: keep the run's state in memory every so many optimiser steps; None leaves it to the checkpoints on disk.
     """
 

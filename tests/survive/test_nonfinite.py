@@ -62,7 +62,7 @@ def test_two_ranks_stop_together_and_then_go_past_it(quick: Cli, tmp_path):
     assert output.count("HINT") == output.count("is not finite") == 1, output
     assert "Traceback" not in output
     assert f"The loss of step {STEP} (epoch 1) is not finite: nan on rank 1, " in output
-    assert f", in micro-batch 3 of 4, samples 65, 125, 169, {SAMPLE}, 68, 40, 45, 22." in output
+    assert f", in micro-batch 3 of 4: the input of sample {SAMPLE} has NaN or infinite values." in output
     assert steps(tmp_path) == [STEP - 1]
 
     run = quick(*words("--trainer.nonfinite=skip", callback("Digest")), ranks=2)
