@@ -138,6 +138,7 @@ class StepStatistics(Callback):
         self._norms: list[_BatchNorm] = []
         self._gathered: list[Tensor] = []  # the layers' other buffers, side by side in memory; one tensor for each dtype
         self._number = 0  # of the micro-batch within its step
+        self._steps = 0  # taken before this one
         self._in_forward = False
         self._sum = torch.zeros(0)  # over the forward passes of this step, on this rank; then each layer's number of passes
         self._passes: dict[tuple[int, ...], Tensor] = {}  # numbers that are on the device already
@@ -179,6 +180,7 @@ class StepStatistics(Callback):
 
     def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forgets the step before: its first micro-batch may be empty, and then no other hook comes."""
+        self._steps = trainer.global_step
         if self._layers:
             self._clear_step()
 
@@ -238,11 +240,13 @@ class StepStatistics(Callback):
             self._all_reduce = dist.all_reduce(self._sums, async_op=True)
 
     def on_step_taken(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._layers and self._number + 1 < trainer.accumulate_grad_batches:
+            self._send(trainer)  # an epoch's last step may have fewer micro-batches, which only its end shows
         if self._sums is not None:
             self._move_statistics(self._sums, step_state(trainer).skipped)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._layers and self._number + 1 < trainer.accumulate_grad_batches:
+        if self._layers and self._number + 1 < trainer.accumulate_grad_batches and trainer.global_step == self._steps:
             # The epoch ended within a step, as the one does in which StochasticWeightAveraging gathers statistics.
             self._send(trainer)
             assert self._sums is not None

@@ -24,7 +24,7 @@ from project.data.dealing import chance_kept, seed_generators
 from project.data.order import chance
 from project.errors import UserError
 from project.step.evaluated import arriving_key, begin_evaluated_micro_batch
-from project.step.state import micro_batch, step_state
+from project.step.state import ends_step, micro_batch, step_state
 from project.typed import typed
 
 log = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ class ChanceByMicroBatch(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         # What is drawn between two steps (by a validation's sampler, say) is the same on all ranks.
-        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+        if ends_step(trainer):
             self._seed_all_ranks_alike(trainer, _BETWEEN)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:

@@ -1,6 +1,7 @@
 """The step at hand: what the loop notes of it, and parts of a run read."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 from lightning.pytorch import Trainer
 from torch import Tensor
@@ -8,6 +9,9 @@ from torch import Tensor
 from project.step.micro_batch import MicroBatch
 from project.step.runner import Runner
 from project.typed import typed
+
+if TYPE_CHECKING:
+    from project.step.epoch_loop import EpochLoop
 
 
 @dataclass(slots=True)
@@ -46,3 +50,8 @@ def step_state(trainer: Trainer) -> StepState:
 def micro_batch(trainer: Trainer) -> MicroBatch:
     """Returns the micro-batch that this rank trains on."""
     return typed(trainer).step_state.micro_batch
+
+
+def ends_step(trainer: Trainer) -> bool:
+    """Returns whether a step ends with the micro-batch at hand: with the last of an epoch it does, however few it has had."""
+    return not cast("EpochLoop", trainer.fit_loop.epoch_loop).accumulates()

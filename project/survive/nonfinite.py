@@ -32,7 +32,7 @@ from project.step.finite import not_finite
 from project.step.logged import measurement_loggers
 from project.step.micro_batch import MicroBatch
 from project.step.optimizers import give_zero_momentum, is_fused
-from project.step.state import micro_batch, step_state
+from project.step.state import ends_step, micro_batch, step_state
 from project.typed import typed
 
 log = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ class NonFinite(Callback):
     ) -> None:
         for optimizer in trainer.optimizers if self._late else ():
             vars(optimizer).pop("found_inf", None)
-        if self._step.late or (batch_idx + 1) % trainer.accumulate_grad_batches:
+        if self._step.late or not ends_step(trainer):
             self._note_loss(trainer)
         self._batch = None
         if self._step.late and self._step.flag is None and trainer.global_step >= self._step.number:

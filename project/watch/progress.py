@@ -17,7 +17,7 @@ from torch import Tensor
 from project.step.data_ranks import data_ranks
 from project.step.monitored import Judging, Monitoring, is_better, monitored_metrics
 from project.step.position import planned_steps
-from project.step.state import micro_batch
+from project.step.state import ends_step, micro_batch
 from project.typed import callbacks_of, typed
 from project.watch.fields import GAP, Field, Importance, fitted
 from project.watch.history import longest
@@ -85,7 +85,7 @@ class Progress(ProgressBar):
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         self._seen += micro_batch(trainer).size
-        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+        if not ends_step(trainer):
             return
         now, step = time.monotonic(), trainer.global_step
         if self._pace_from is None:

@@ -32,7 +32,7 @@ from project.cluster.place import MEMORY, host, short
 from project.errors import UserError
 from project.step.data_ranks import data_ranks
 from project.step.logged import measurement_loggers
-from project.step.state import micro_batch
+from project.step.state import ends_step, micro_batch
 from project.typed import typed
 from project.watch.curves import LEARNING_RATE
 from project.watch.flops import flops, network_of, peak
@@ -211,7 +211,7 @@ class Throughput(Callback):
         if not self._marks:
             return
         self._step_samples += micro_batch(trainer).size
-        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+        if not ends_step(trainer):
             return
         self._mark("end")
         marks, self._marks, samples, self._step_samples = self._marks, [], self._step_samples, 0

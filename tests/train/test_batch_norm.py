@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch import Trainer as StockTrainer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
 from project.data import ImageData, Synthetic
 from project.errors import UserError
@@ -207,3 +207,38 @@ def test_which_layers_compute_as_torchs():
     kinds = nn.BatchNorm3d(2), nn.SyncBatchNorm(2), Kept(2).to("meta"), Renorm(2)
     assert [is_plain(one) for one in kinds] == [True, True, True, False]
     assert torch.equal(state, torch.get_rng_state())
+
+
+class Own(SequentialSampler):
+    """An order that is a user's own: how many batches come is known at their end."""
+
+
+class Validated(LightningModule):
+    """Its validation depends on the statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layers(batch[0]).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.layers(batch[0]).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_an_epochs_short_last_step_has_moved_the_statistics_when_the_validation_begins(tmp_path):
+    """Five micro-batches, two for a step."""
+    data = TensorDataset(torch.randn(18, 3, generator=torch.Generator().manual_seed(0)) * 3 + 1)
+    module, loader = Validated(), DataLoader(data, 4, sampler=Own(data))
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=2, accumulate_grad_batches=2, default_root_dir=tmp_path, logger=False,
+        num_sanity_val_steps=0, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(module, loader, DataLoader(data, 4))
+    within = trainer.callback_metrics["loss"]
+    assert module.layers[0].num_batches_tracked == trainer.global_step == 6
+    assert trainer.validate(module, DataLoader(data, 4), verbose=False)[0]["loss"] == within.item()
