@@ -270,6 +270,22 @@ def test_the_checkpoint_callback_is_read_as_lightnings(tmp_path):
     assert saved.best_model_path.endswith("step-000000016.ckpt")
 
 
+def test_the_best_path_that_is_read_too_early_says_so(tmp_path, caplog):
+    class Reads(Callback):
+        def on_train_end(self, trainer, pl_module):
+            self.early = trainer.checkpoint_callback.best_model_path
+
+        def on_fit_end(self, trainer, pl_module):
+            self.warnings, self.path = caplog.text, trainer.checkpoint_callback.best_model_path
+
+    reads = Reads()
+    trainer(tmp_path, max_epochs=2, callbacks=[reads]).fit(Scored())
+    assert not reads.early.endswith("step-000000016.ckpt")
+    assert reads.path.endswith("step-000000016.ckpt")
+    assert reads.warnings.count("is read before the checkpoint of the last validation") == 1
+    assert caplog.text == reads.warnings
+
+
 class Bringing(Scored):
     def configure_callbacks(self):
         return [ModelCheckpoint(monitor="val_loss")]

@@ -217,6 +217,11 @@ class Checkpoints(Checkpoint):
     @property
     def best_model_path(self) -> str:
         """Returns the path of the best checkpoint; '' where there is none."""
+        if self._validated:
+            log.warning(
+                "checkpoint_callback.best_model_path is read before the checkpoint of the last validation is written: it is "
+                "the best one of before. HINT: read it in on_fit_end, or after the fit."
+            )
         return str(self.best[1]) if self.best else self._shared_best_path or self.last_model_path
 
     @best_model_path.setter  # by the processes that ddp_spawn started
