@@ -33,7 +33,7 @@ from project.launch.early_start import LAUNCHERS, free_port
 from project.launch.orphans import LAUNCHER
 from project.launch.peers import Peers
 from project.launch.sweep import with_trial
-from project.survive.hang.warden import OomKills, add_stop, children, kill_with_children
+from project.survive.hang.warden import OomKills, add_stop, add_to_log, children, kill_with_children
 
 SOCKET = "PROJECT_FORK_SERVER"
 """The environment variable with the fork server's socket."""
@@ -181,6 +181,9 @@ class Supervisor:
             with suppress(ChildProcessError):
                 os.waitpid(pid, 0)
         if self._given_up:
+            if self._life is not None:  # there is no rank that would
+                words = [sys.executable, "-m", "project", "report", str(self._life.parent)]
+                subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             return TRY_AGAIN
         failed = [rank.code for rank in self._ranks if rank.code]
         by_themselves = [code for code in failed if code < 128 and code != TRY_AGAIN]
@@ -331,16 +334,22 @@ class Supervisor:
         refusal = self._losses.add(loss, states[-1] if states else "")
         if self._requested is not None:
             return False
+        if not refusal and self._server.poll() is not None:
+            refusal = "The process from which ranks are forked has ended"
         if self._peers is not None and not self._peers.complete:
             _report(f"{loss} Not all supervisors are there: not restarted here. The same command resumes the run.")
             return False
         again = f"{refusal}: not restarted. The same command resumes the run."
-        _report(f"{loss} {again if refusal else f'All ranks resume (restart {self._losses}).'}")
+        _report(f"{loss} {again if refusal else f'All ranks resume (restart {self._losses}).'}", self._life)
         return not refusal
 
 
-def _report(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} WARNING {text[0].upper()}{text[1:]}", file=sys.stderr, flush=True)
+def _report(text: str, life: Path | None = None) -> None:
+    """Prints a warning, and writes it into the run's log, where it is known."""
+    text = text[0].upper() + text[1:]
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} WARNING {text}", file=sys.stderr, flush=True)
+    if life is not None:
+        add_to_log(life, "WARNING", text)
 
 
 def _memory_folder() -> Path | None:

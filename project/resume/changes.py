@@ -137,7 +137,7 @@ def restore_schedules(
         )
     elif changed:
         shown = ", ".join(f"{lr:.3g}" for lr in dict.fromkeys(float(lr) for lr in lrs))
-        log.info("The schedule is another than the run began with: at step %d its lr is now %s.", trainer.global_step, shown)
+        log.warning("The schedule is another than the run began with: at step %d its lr is now %s.", trainer.global_step, shown)
 
 
 def _replay(schedule: LRScheduler, moves: int) -> None:

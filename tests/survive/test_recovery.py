@@ -14,6 +14,7 @@ import torch
 
 from project.cluster.place import MEMORY
 from project.launch.supervisor import SUPERVISED, Losses
+from project.survive.hang.warden import children
 from tests.cluster.machine import wait_until
 from tests.conftest import ROOT, TINY, environment, forked, program
 from tests.own import write_texts
@@ -199,6 +200,22 @@ def test_ranks_that_are_lost_again_and_again_are_given_up(tmp_path):
     assert done.code == 75, done.output
     assert done.output.count("All ranks resume") == 2
     assert "Ranks were lost 3 times within the same steps: not restarted. The same command resumes the run." in done.output
+    folder = tmp_path / "lightning_logs/it"
+    assert (folder / "log.txt").read_text().count("WARNING Rank ") == 3
+    wait_until((folder / "report.html").is_file, 60, "no rank is left that writes the report")
+
+
+def test_without_the_process_that_forks_ranks_none_is_promised(tmp_path):
+    supervisor = start(tmp_path, "--trainer.devices=2")
+    wait_until(lambda: has_trained(tmp_path), 120, lambda: (tmp_path / "output.txt").read_text())
+    server, *ranks = children(supervisor.pid)
+    os.kill(server, signal.SIGKILL)
+    os.kill(ranks[0], signal.SIGKILL)
+    assert supervisor.wait(60) == 75
+    output = (tmp_path / "output.txt").read_text()
+    assert "The process from which ranks are forked has ended: not restarted. The same command resumes the run." in output
+    assert "All ranks resume" not in output
+    wait_until(lambda: not processes_of(tmp_path), 30, lambda: str(processes_of(tmp_path)))
 
 
 def test_losses_are_counted_by_the_progress_in_between():

@@ -385,13 +385,8 @@ class WatchedRank:
     def _print(self, text: str) -> None:
         """Prints a text, and writes rank 0's into the run's log, which it can't any more."""
         print(text, file=sys.stderr, flush=True)
-        with suppress(OSError):
-            if "life" in self.facts:
-                log = os.open(
-                    Path(self.facts["life"]).with_name("log.txt"), os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
-                )
-                with os.fdopen(log, "w") as file:
-                    file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')},000 ERROR    {text}\n")
+        if "life" in self.facts:
+            add_to_log(Path(self.facts["life"]), "ERROR", text)
 
     def report(self, text: str) -> None:
         """Prints a text, and sends it to the other ranks."""
@@ -448,6 +443,16 @@ def _write_whole(file: Path, text: str) -> None:
         part.replace(file)
     finally:
         part.unlink(missing_ok=True)
+
+
+def add_to_log(life: Path, level: str, text: str) -> None:
+    """Writes a line into the log of the run that has this file of starts and stops."""
+    now = time.time()
+    line = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))},{int(now % 1 * 1000):03} {level:<7} {text}\n"
+    with suppress(OSError):
+        log = os.open(life.with_name("log.txt"), os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(log, "w") as file:
+            file.write(line)
 
 
 def add_stop(life: Path, pid: int, line: str) -> bool:
