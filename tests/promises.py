@@ -98,3 +98,12 @@ class Points(LightningDataModule):
 
     def val_dataloader(self) -> Any:
         return self._loader(30, False)
+
+
+class Fails(Kept):
+    """Has an error of its own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 3:
+            raise KeyError("labels")
+        return super().training_step(batch, batch_idx)

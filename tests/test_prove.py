@@ -51,6 +51,13 @@ def test_the_promise_holds(prove, tmp_path):
     assert not (tmp_path / "lightning_logs").exists()
 
 
+def test_a_module_that_fails_is_shown_with_its_error(prove):
+    run = prove("Fails", "--only=again")
+    assert run.code == 2, run.output
+    assert 'raise KeyError("labels")' in run.output
+    assert "The same command goes on" not in run.output
+
+
 @pytest.mark.parametrize(
     ("module", "trial", "data", "line"),
     [

@@ -35,6 +35,7 @@ _GRACE = 30.0  # seconds that the other ranks have when one has failed
 _LEFT = 8.0  # when one was killed
 _FORK = get_context("fork")
 _OUTPUT = "output.txt"  # of all ranks
+_TRACEBACK = 20  # lines
 
 
 @dataclass
@@ -101,8 +102,10 @@ def _rank(words: Sequence[str], order: Order, environment: Mapping[str, str], an
 
 
 def failure(folder: Path) -> list[str]:
-    """Returns the error lines of a trial that failed."""
+    """Returns the traceback of a trial that failed, or else its error lines."""
     lines = [line for line in (folder / _OUTPUT).read_text(errors="replace").splitlines() if line.strip()]
+    if begins := [at for at, line in enumerate(lines) if line.startswith("Traceback ")]:
+        return lines[begins[-1] :][:_TRACEBACK]
     errors = [match[1] for line in lines if (match := re.search(r"\bERROR +(?:\[[^]]*\] )?([^\s[].*)", line))]  # of all ranks
     shown = dict.fromkeys(errors or [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)] or lines[-8:])
     return list(shown)
