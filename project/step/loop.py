@@ -258,6 +258,10 @@ class Steps(EpochLoop):
             rank_zero_warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
             return {}
         assert isinstance(given, Tensor)
+        if given.numel() != 1:
+            shape = tuple(given.shape)
+            text = f"training_step has returned a loss of shape {shape}. HINT: return one number, as loss.mean() is."
+            raise as_user_error(RuntimeError(), text)
         self.state.has_loss = True
         # Lightning divides by the micro-batches of a step, DDP by the ranks: what remains is a micro-batch's own size.
         loss, weight = given, self.state.micro_batch.weight

@@ -289,7 +289,7 @@ def _plan(trainer: Trainer, module: LightningModule) -> str:
     ]
     parts += [f"warm-up {steps} steps" for steps in warmups if steps]
     if trainer.num_training_batches != float("inf"):
-        parts.append(f"{trainer.num_training_batches // accumulation} steps an epoch")
+        parts.append(f"{-(-trainer.num_training_batches // accumulation)} steps an epoch")
     parts.append(f"{sum(p.numel() for p in module.parameters()):,} parameters on {trainer.strategy.root_device.type}")
     return ", ".join(parts)
 

@@ -271,6 +271,13 @@ def test_a_step_without_a_loss_is_refused_and_one_of_nothing_left_out(tmp_path):
     with pytest.raises(MisconfigurationException, match="'loss' key needs to be present"):
         fit(tmp_path, module=Lossless)
 
+    class Unreduced(ImageClassifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx).expand(3)
+
+    with pytest.raises(RuntimeError, match=r"a loss of shape \(3,\). HINT: return one number"):
+        fit(tmp_path, module=Unreduced)
+
     class Nothing(ImageClassifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             super().training_step(batch, batch_idx)
