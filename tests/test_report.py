@@ -301,6 +301,26 @@ def ended(folder, state, **more):
     return unescape(page(read_history(folder, folder.name)))
 
 
+def test_a_killed_run_whose_step_nobody_noted_has_come_to_its_newest_checkpoint(place, tmp_path):
+    """In a copy, whose files are younger than the run."""
+    folder = tmp_path / "other"
+    shutil.copytree(place / "lightning_logs/other", folder, copy_function=shutil.copyfile)
+    for events in folder.glob("events*"):
+        events.unlink()
+    start = json.loads((folder / "life.jsonl").read_text().splitlines()[0])
+    stop = {
+        "event": "stop",
+        "time": start["time"] + 1,
+        "step": None,
+        "state": "killed",
+        "why": "rank 0 was killed by signal 9.",
+    }
+    (folder / "life.jsonl").write_text(f"{json.dumps(start)}\n{json.dumps(stop)}\n")
+    history = read_history(folder, "other")
+    assert history.step == int(history.checkpoint.stem.removeprefix("step-")) > 0
+    assert history.lives[-1].end == stop["time"]
+
+
 def test_a_run_elsewhere_goes_on_by_its_path_and_a_failed_one_after_its_cause_is_mended(place, tmp_path, monkeypatch):
     here = tmp_path / "with a space"
     folder = here / "lightning_logs/it"

@@ -13,7 +13,7 @@ from project.untrusted import write_text
 from project.watch.charts import number
 from project.watch.history import FILE, History, held, read_history
 from project.watch.report import PAGE, SUMMARY, facts, refuse_nothing, write
-from project.watch.side_by_side import compared
+from project.watch.side_by_side import best_first, compared
 
 _ABOUT = f"What a run did, on one page: {PAGE} in its folder, and {SUMMARY} for programs. Several runs also side by side."
 
@@ -41,14 +41,6 @@ def _lines(histories: Sequence[History]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _order(history: History) -> tuple[bool, str, float]:
-    """Returns the key that sorts runs: the best first by the metric that they are judged by; runs without any come last."""
-    if not (history.monitored and history.best):
-        return True, "", 0.0
-    tag, mode = history.monitored
-    return False, tag, -history.best.value if mode == "max" else history.best.value
-
-
 def _write(names: Sequence[str], out: Path | None) -> int:
     histories = []
     for folder in (run_folder(name, FILE) for name in names):
@@ -56,7 +48,7 @@ def _write(names: Sequence[str], out: Path | None) -> int:
         refuse_nothing(histories[-1])
     try:
         pages = [write(history) for history in histories]
-        histories.sort(key=_order)
+        histories.sort(key=best_first)
         if len(histories) == 1:
             show(f"{histories[0].name}: {pages[0]}")
             for name, text in facts(histories[0]).items():

@@ -239,14 +239,18 @@ class StepStatistics(Callback):
         if trainer.world_size > 1:
             self._all_reduce = dist.all_reduce(self._sums, async_op=True)
 
+    def _lacks_micro_batches(self, trainer: Trainer) -> bool:
+        """Returns whether the step has had fewer micro-batches than a whole one, after the last of which the sum is sent."""
+        return bool(self._layers) and self._number + 1 < trainer.accumulate_grad_batches
+
     def on_step_taken(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._layers and self._number + 1 < trainer.accumulate_grad_batches:
+        if self._lacks_micro_batches(trainer):
             self._send(trainer)  # an epoch's last step may have fewer micro-batches, which only its end shows
         if self._sums is not None:
             self._move_statistics(self._sums, step_state(trainer).skipped)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._layers and self._number + 1 < trainer.accumulate_grad_batches and trainer.global_step == self._steps:
+        if self._lacks_micro_batches(trainer) and trainer.global_step == self._steps:
             # The epoch ended within a step, as the one does in which StochasticWeightAveraging gathers statistics.
             self._send(trainer)
             assert self._sums is not None

@@ -33,7 +33,7 @@ from project.launch.early_start import LAUNCHERS, free_port
 from project.launch.orphans import LAUNCHER
 from project.launch.peers import Peers
 from project.launch.sweep import with_trial
-from project.survive.hang.warden import OomKills, add_stop, add_to_log, children, kill_with_children
+from project.survive.hang.warden import OomKills, add_stop, add_to_log, children, kill_with_children, start_report
 
 SOCKET = "PROJECT_FORK_SERVER"
 """The environment variable with the fork server's socket."""
@@ -181,9 +181,8 @@ class Supervisor:
             with suppress(ChildProcessError):
                 os.waitpid(pid, 0)
         if self._given_up:
-            if self._life is not None:  # there is no rank that would
-                words = [sys.executable, "-m", "project", "report", str(self._life.parent)]
-                subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            if self._life is not None:
+                start_report(self._life)
             return TRY_AGAIN
         failed = [rank.code for rank in self._ranks if rank.code]
         by_themselves = [code for code in failed if code < 128 and code != TRY_AGAIN]
@@ -197,7 +196,7 @@ class Supervisor:
             self._early.append(message)  # a rank may be faster than the server, which starts the next one
         pids, self._spares = message.get("pids"), []
         if not isinstance(pids, list):
-            _report("The process from which ranks are forked has ended: no rank is started again.")
+            self._report("The process from which ranks are forked has ended: no rank is started again.")
             self._given_up = True
             return False
         self._ranks = [Rank(number, pid, OomKills(pid)) for number, pid in enumerate(pids, self._rank)]
@@ -224,7 +223,7 @@ class Supervisor:
             if time.monotonic() > until:
                 if self._alive:
                     numbers = ", ".join(str(rank.number) for rank in self._alive)
-                    _report(f"Ranks still running {_GRACE:.0f} s after another one has failed: {numbers}. They are ended.")
+                    self._report(f"Ranks still running {_GRACE:.0f} s after another one has failed: {numbers}. They are ended.")
                     self._kill()
                 break
         return False
@@ -324,7 +323,7 @@ class Supervisor:
             self._reap()
             if time.monotonic() > until:
                 numbers = ", ".join(str(rank.number) for rank in self._alive)
-                _report(f"Ranks can't be killed: {numbers}. They wait for a disk or a device in the kernel.")
+                self._report(f"Ranks can't be killed: {numbers}. They wait for a disk or a device in the kernel.")
                 raise SystemExit(TRY_AGAIN)
             time.sleep(0.002)
 
@@ -337,19 +336,18 @@ class Supervisor:
         if not refusal and self._server.poll() is not None:
             refusal = "The process from which ranks are forked has ended"
         if self._peers is not None and not self._peers.complete:
-            _report(f"{loss} Not all supervisors are there: not restarted here. The same command resumes the run.")
+            self._report(f"{loss} Not all supervisors are there: not restarted here. The same command resumes the run.")
             return False
         again = f"{refusal}: not restarted. The same command resumes the run."
-        _report(f"{loss} {again if refusal else f'All ranks resume (restart {self._losses}).'}", self._life)
+        self._report(f"{loss} {again if refusal else f'All ranks resume (restart {self._losses}).'}")
         return not refusal
 
-
-def _report(text: str, life: Path | None = None) -> None:
-    """Prints a warning, and writes it into the run's log, where it is known."""
-    text = text[0].upper() + text[1:]
-    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} WARNING {text}", file=sys.stderr, flush=True)
-    if life is not None:
-        add_to_log(life, "WARNING", text)
+    def _report(self, text: str) -> None:
+        """Prints a warning, and writes it into the run's log, where it is known."""
+        text = text[0].upper() + text[1:]
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} WARNING {text}", file=sys.stderr, flush=True)
+        if self._life is not None:
+            add_to_log(self._life, "WARNING", text)
 
 
 def _memory_folder() -> Path | None:

@@ -231,10 +231,9 @@ def read_history(folder: Path, name: str, in_training: bool = False) -> History:
     manifests = sorted(folder.glob("checkpoints/step-*.json"), reverse=True)
     newest = next((path.with_suffix(".ckpt") for path in manifests if _is_whole(path)), None)
     seen = [*reader.starts, *((point.time, point.step) for points in curves.values() for point in points)]
-    with suppress(OSError):
-        if newest and (step := _STEP.match(newest.name)):
-            seen.append((newest.with_suffix(".json").stat().st_mtime, int(step[1])))
     lives = lives_of(folder / FILE, seen)
+    if lives and lives[-1].cut_off and newest and (step := _STEP.match(newest.name)):
+        lives[-1].end_step = max(lives[-1].end_step, int(step[1]))
     if lives and in_training and lives[-1].state == "killed":
         lives[-1].state = "going on"
     text = ""

@@ -61,6 +61,7 @@ _PAGES.filters |= {
     "python": lambda text: json.dumps(text, ensure_ascii=False),
 }
 _PAGES.filters |= {
+    "short_key": lambda name: ".".join(name.replace(".init_args", "").split(".")[-2:]),
     "png": lambda content: f"data:image/png;base64,{b64encode(content).decode()}",
     "breakable": lambda name: Markup("<wbr>").join(re.split(r"(?<=[./_])", name)),  # a dotted name
 }

@@ -64,12 +64,12 @@ def compared(histories: Sequence[History], place: Path | None = None) -> str:
         title=f"{len(histories)} runs",
         rows=rows,
         tags=tags,
-        chosen={name: ".".join(name.replace(".init_args", "").split(".")[-2:]) for name in chosen},
+        chosen=chosen,
         best=_best(histories),
         common=_common(histories),
         better=[common_direction(tag, histories) for tag in tags],
         winners=_winners(rows, tags, histories),
-        manned=len({row.ranks for row in rows}) > 1,
+        manned=len({(row.ranks, len(row.history.lives)) for row in rows}) > 1,
         efficient=any(ratio is not None for ratio in efficiency),
         rated=len({str(used) for used in rates}) > 1,
         parallel=sweep(histories, changes),
@@ -90,9 +90,17 @@ def _best(histories: Sequence[History]) -> str:
     if len({history.monitored for _, history in judged}) != 1:
         return ""
     tag, mode = judged[0][1].monitored or ("", "")
-    point, history = (min if mode == "min" else max)(judged, key=lambda pair: pair[0].value)
+    point, history = min(judged, key=lambda pair: best_first(pair[1]))
     better = "lower" if mode == "min" else "higher"
     return f"The best by {tag} ({better} is better): {history.name}, {number(point.value)} at step {point.step:,}."
+
+
+def best_first(history: History) -> tuple[bool, str, float]:
+    """Returns the key that sorts runs: the best first by the metric that they are judged by; runs without any come last."""
+    if not (history.monitored and history.best):
+        return True, "", 0.0
+    tag, mode = history.monitored
+    return False, tag, -history.best.value if mode == "max" else history.best.value
 
 
 def _common(histories: Sequence[History]) -> dict[str, str]:

@@ -423,8 +423,7 @@ class WatchedRank:
         try:
             if not add_stop(life, self.pid, json.dumps(line)):
                 return  # it has said so itself, or the run goes on elsewhere
-            words = [sys.executable, "-m", "project", "report", str(life.parent)]
-            subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            start_report(life)
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return  # no training was begun, or there is no room
 
@@ -443,6 +442,12 @@ def _write_whole(file: Path, text: str) -> None:
         part.replace(file)
     finally:
         part.unlink(missing_ok=True)
+
+
+def start_report(life: Path) -> None:
+    """Starts `project report` for the run that has this file of starts and stops, where no rank is left that writes it."""
+    words = [sys.executable, "-m", "project", "report", str(life.parent)]
+    subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def add_to_log(life: Path, level: str, text: str) -> None:
