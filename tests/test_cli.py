@@ -48,6 +48,7 @@ def test_a_run_has_a_folder_with_all_that_belongs_to_it(quick):
     assert saved.runs[1].name.startswith("first-")
 
 
+@pytest.mark.slow
 def test_validate_test_and_predict_take_the_weights_of_a_run(quick, cli):
     fitted = quick("fit", DDP, *TINY, "--trainer.max_epochs=2", "--run=it", "--checkpoints.every_n_steps=1")
     (folder,) = fitted.runs

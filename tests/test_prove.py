@@ -62,9 +62,9 @@ def test_a_module_that_fails_is_shown_with_its_error(prove):
     ("module", "trial", "data", "line"),
     [
         ("Counts", "step", {}, "Counts.counter: 18, and 0"),
-        ("Draws", "epoch", {}, "Draws.noise: torch.Generator"),
+        pytest.param("Draws", "epoch", {}, "Draws.noise: torch.Generator", marks=pytest.mark.slow),
         ("Kept", "step", {"draws": True}, "HINT: Noise.generator is a generator of its own"),
-        ("Kept", "twice", {"hashes": True}, "look at the dataset, collate_fn"),
+        pytest.param("Kept", "twice", {"hashes": True}, "look at the dataset, collate_fn", marks=pytest.mark.slow),
         ("Counts", "ranks-2", {}, "HINT: what counts a rank's own micro-batches"),
         ("Counts", "rank", {}, "All modules gave the same in micro-batch 0: it is what"),
         ("Moves", "ranks-2", {}, "in the buffers: mean, its "),

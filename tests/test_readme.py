@@ -70,7 +70,7 @@ def test_an_example_in_python_runs(tmp_path, page, file, last):
     [
         ("README.md", "python -m project fit --config mine.yaml", 128),
         ("docs/keys.md", "python -m project fit --config wide.yaml", 64),
-        ("docs/keys.md", "python -m project fit --config logged.yaml --run logged", 128),
+        pytest.param("docs/keys.md", "python -m project fit --config logged.yaml --run logged", 128, marks=pytest.mark.slow),
     ],
 )
 def test_an_example_config_runs(quick, tmp_path, page, command, batch):
@@ -106,6 +106,7 @@ def test_a_run_is_stopped_and_goes_on_as_the_page_about_signals_says(quick):
         assert line in said, run.output
 
 
+@pytest.mark.slow
 def test_torchrun_starts_what_the_page_about_machines_says(cli):
     command = "torchrun --standalone --nproc-per-node 2 -m project -- fit --config configs/ddp.yaml --run pair"
     run = cli(*words("docs/machines.md", command), *TINY, *FEW, torchrun=2)

@@ -46,6 +46,7 @@ def test_the_doctor_leaves_no_run(quick: Cli, monkeypatch: pytest.MonkeyPatch) -
     assert runs.main([]) == 1, "no run is listed"
 
 
+@pytest.mark.slow
 def test_of_a_users_program_rank_0_alone_reports(tmp_path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True)

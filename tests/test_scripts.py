@@ -228,6 +228,7 @@ def test_launch_runs_torchrun_and_shows_what_it_took(tmp_path, words, cause):
     assert done.returncode == 2
 
 
+@pytest.mark.slow
 def test_a_signal_to_launch_sh_stops_the_run_but_not_sighup_under_nohup(tmp_path):
     settings = {"NPROC_PER_NODE": "3", "MASTER_PORT": str(find_free_network_port())}
     with launching(tmp_path, "nohup", LAUNCH, *LONG, "--run=it", **settings) as run:

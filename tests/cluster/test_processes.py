@@ -66,6 +66,7 @@ def test_two_processes_make_the_same_run_as_one(alone, cli, launcher):
     assert alone.curve("train/lr") == run.curve("train/lr")
 
 
+@pytest.mark.slow
 def test_independent_copies_are_refused(cli):
     run = cli(*FIT, "--trainer.strategy=single_device", torchrun=2)
     assert run.code != 0

@@ -157,7 +157,7 @@ def assert_one_line(run, *parts):
         assert part_ in run.output
 
 
-@pytest.mark.parametrize(("workers", "ranks"), [(0, 1), (2, 3)])
+@pytest.mark.parametrize(("workers", "ranks"), [(0, 1), pytest.param(2, 3, marks=pytest.mark.slow)])
 def test_it_is_one_line_in_whatever_process_it_is_read(quick, folders, workers, ranks):
     run = quick(*RUN, *of_folders(folders, ranks), f"--data.num_workers={workers}", ranks=ranks)
     assert_one_line(run, "of the train set (ImageFolder, ", "dog/03.jpg) can't be read: OSError: Truncated")

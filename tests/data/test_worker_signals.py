@@ -74,6 +74,7 @@ def test_they_end_with_the_program_though_its_handlers_are_still_there():
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.faults), 2])
+@pytest.mark.slow
 def test_sigterm_to_all_processes_of_a_run_stops_it_with_a_checkpoint(tmp_path, ranks):
     words = ("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_epochs=100000", "--data.num_workers=1", "--run=long")
     run = subprocess.Popen(

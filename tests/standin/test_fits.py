@@ -24,6 +24,7 @@ def written(folder: Path, name: str) -> Any:
     return json.loads((folder / f"{name}-0.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_fit_has_the_losses_of_the_cpu(gpu: Cli, quick: Cli) -> None:
     on_gpu = gpu(*FIT)
     assert on_gpu.code == 0, on_gpu.output

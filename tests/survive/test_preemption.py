@@ -79,6 +79,7 @@ def test_a_terminal_that_is_closed_stops_with_a_checkpoint(tmp_path):
     assert torch.load(newest, weights_only=True)["global_step"] == step
 
 
+@pytest.mark.slow
 def test_nohup_keeps_a_run_going_and_a_repeated_sigterm_ends_it_with_143(tmp_path):
     slow = json.dumps([{"class_path": "tests.probes.SlowDisk", "init_args": {"seconds": 60}}])
     hurry = tmp_path / "hurry"

@@ -97,10 +97,22 @@ def final(folder: Path) -> dict[str, object]:
     ("run", "launcher", "ranks", "strikes"),
     [
         ("minires", "python", 3, [{"rank": 1, "step": 7}, {"rank": 0, "step": 11, "where": "accumulation"}]),
-        ("own", "torchrun", 2, [{"rank": 1, "step": 4, "where": "validation"}, {"rank": 0, "step": 8}]),
-        ("sharded", "torchrun", 3, [{"rank": 2, "step": 5}, {"rank": 1, "step": 9}]),
+        pytest.param(
+            "own",
+            "torchrun",
+            2,
+            [{"rank": 1, "step": 4, "where": "validation"}, {"rank": 0, "step": 8}],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("sharded", "torchrun", 3, [{"rank": 2, "step": 5}, {"rank": 1, "step": 9}], marks=pytest.mark.slow),
         ("own", "python", 1, [{"rank": 0, "step": 1}, {"rank": 0, "step": 6}]),
-        ("minires", "torchrun", 2, [{"rank": 0, "step": 0}, {"rank": 0, "step": 9}, {"rank": 1, "step": 9}]),
+        pytest.param(
+            "minires",
+            "torchrun",
+            2,
+            [{"rank": 0, "step": 0}, {"rank": 0, "step": 9}, {"rank": 1, "step": 9}],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_run_whose_ranks_are_killed_is_the_run_of_ranks_that_are_not(tmp_path, run, launcher, ranks, strikes):

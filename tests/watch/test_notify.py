@@ -74,6 +74,7 @@ def test_the_end_and_a_loss_that_is_not_finite_are_told(quick, tmp_path, hook):
     assert "is not finite" in received[1]["text"]
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_answer_stops_nothing(quick):
     run = quick(*FIT, HOOK="http://127.0.0.1:9/" + SECRET)
     assert run.code == 0, run.output

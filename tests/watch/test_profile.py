@@ -72,6 +72,7 @@ def ask(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_word_to_a_run_that_goes_on(tmp_path):
     """A GPT, which was not written for this, on two ranks; it goes on until it has answered three times."""
     write_texts(tmp_path / "texts")
