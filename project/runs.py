@@ -209,6 +209,8 @@ class Run:
             manifest = read_manifest(path)
             check_complete(manifest)
             return path, manifest
+        except FaultError:
+            raise
         except (ValueError, OSError) as error:
             raise UserError(f"Checkpoint {path} can't be used: {error}. HINT: take an older one, or --resume auto.") from error
 

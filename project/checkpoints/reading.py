@@ -5,13 +5,15 @@ manifest, step-N.json: checksums, position, metrics, the run's configuration and
 value of a manifest is checked to be of its kind, and no code runs from a file unless the user trusts it.
 """
 
+import errno
 import hashlib
 import logging
 import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -25,7 +27,7 @@ from torch import Tensor
 from torch.serialization import MAP_LOCATION
 
 from project.cluster.place import MEMORY
-from project.errors import TRY_AGAIN, UserError, as_user_error
+from project.errors import TRY_AGAIN, FaultError, UserError, as_user_error
 from project.parts import Parted, Stored
 from project.plain_values import finished, load, plain_values
 from project.typed import Configuration, StateDict
@@ -39,6 +41,8 @@ _CHUNK = 1 << 22
 _READERS = 4  # files of a checkpoint that are read at once
 _SMALL = 1 << 20  # bytes: what is not cut into slices, and would keep the file open, is copied
 _COUNTS = {"epoch", "step", "global_step", "logged_steps"}
+_MISPLACED = {None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM}
+"""The errors of a file that is not what was written there. All others come from the disk, the network or this process."""
 _SWITCHES = ("epoch_over", "validation_due", "begun")  # of a position; the rest of it are counts
 
 
@@ -131,7 +135,8 @@ def set_aside_as_bad(path: Path, error: Exception) -> None:
 
 def manifest_at(path: Path) -> Manifest:
     """Reads the manifest of a checkpoint and none of its files; an OSError or a ValueError names what is wrong with it."""
-    return _check_manifest(read_json(manifest_of(path)))
+    with _disk_answers(path):
+        return _check_manifest(read_json(manifest_of(path)))
 
 
 def check_complete(manifest: Manifest) -> None:
@@ -195,6 +200,20 @@ def _check_entry(entry: Content) -> None:
 # Verification --------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _disk_answers(path: Path) -> Iterator[None]:
+    """Raises a FaultError where a checkpoint can't be read at the moment: that tells nothing about what is in it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _MISPLACED:
+            raise
+        raise FaultError(
+            f"Checkpoint {path} can't be read: {error}. It stays where it is. HINT: the same command "
+            "resumes from it when the disk answers again; delete it to resume from the one before it."
+        ) from error
+
+
 def sha256_of(file: BinaryIO) -> str:
     """Returns the SHA-256 of a file's content."""
     digest = hashlib.sha256()
@@ -212,6 +231,8 @@ def read_manifest(path: Path, content: bool = True) -> Manifest:
             _check_entry(manifest)
         elif odd := [name for name in parts if not _PART.fullmatch(name)]:
             raise UserError(f"{odd[0]!r} is no name of a part")
+    except FaultError:
+        raise
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"its manifest can't be read ({shortened(error)})") from error
     if parts is not None:
@@ -244,13 +265,14 @@ def part_problem(folder: Path, name: str, entry: Entry, content: bool = True) ->
 
 def _problem(path: Path, entry: Content, content: bool = True) -> str:
     """Returns how a file differs from what was written, or ''."""
-    size = regular_size(path)
-    if size != entry["bytes"]:
-        return f"has {size} bytes instead of {entry['bytes']}"
-    if not content:
-        return ""
-    with open_to_read(path) as file:
-        return "" if sha256_of(file) == entry["sha256"] else "has another checksum than its manifest says"
+    with _disk_answers(path):
+        size = regular_size(path)
+        if size != entry["bytes"]:
+            return f"has {size} bytes instead of {entry['bytes']}"
+        if not content:
+            return ""
+        with open_to_read(path) as file:
+            return "" if sha256_of(file) == entry["sha256"] else "has another checksum than its manifest says"
 
 
 def newest_good(
@@ -267,6 +289,8 @@ def newest_good(
             if complete:
                 check_complete(manifest)
             return path, manifest
+        except FaultError:
+            raise
         except (ValueError, OSError) as error:
             if set_aside:
                 set_aside_as_bad(path, error)
@@ -302,6 +326,8 @@ class Verification(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         try:
             self._manifest.get()
+        except FaultError:
+            raise
         except (ValueError, OSError) as error:
             set_aside_as_bad(self.path, error)
             log.error("The same command resumes from the checkpoint before it.")

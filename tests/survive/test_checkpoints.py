@@ -1,10 +1,12 @@
 """Checkpoints that can be trusted: damaged ones are set aside, nothing is deleted early, a full disk stops nothing."""
 
+import errno
 import functools
 import itertools
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -14,9 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from project.checkpoints import reading
 from project.checkpoints.callback import Checkpoints
-from project.checkpoints.reading import Verification, newest_good, read_manifest
+from project.checkpoints.reading import Verification, checkpoints_in, newest_good, read_manifest
 from project.checkpoints.writing import clean_up, write
+from project.errors import FaultError
 from project.plain_values import load
 from project.runs import weights
 from project.sharded.shards import Split
@@ -68,6 +72,41 @@ def test_a_damaged_one_is_set_aside_and_the_next_newest_taken(tmp_path, caplog, 
     assert "step-000000003.ckpt is not used" in caplog.text
     assert not os.path.lexists(newest)
     assert os.path.lexists(tmp_path / "step-000000003.ckpt.bad")
+
+
+def test_a_manifest_that_can_not_be_opened_now_sets_nothing_aside(tmp_path):
+    make(tmp_path, 1, 2)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        with pytest.raises(FaultError, match=r"step-000000002\.ckpt can't be read: .*Too many open files.*It stays") as caught:
+            read_manifest(tmp_path / "step-000000002.ckpt", content=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert caught.value.exit_code == 1
+    assert len(checkpoints_in(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_content_that_can_not_be_read_now_sets_nothing_aside(tmp_path, monkeypatch, parts):
+    make(tmp_path, 1, 2)
+    newest = tmp_path / "step-000000002.ckpt"
+    if parts:
+        content = json.loads(manifest(newest).read_text())
+        entry = {"bytes": content.pop("bytes"), "sha256": content.pop("sha256"), "rank": 0, "host": "h1"}
+        manifest(newest).write_text(json.dumps({**content, "parts": {"whole.pt": entry}}))
+        newest.rename(tmp_path / "whole.pt")
+        newest.mkdir()
+        (tmp_path / "whole.pt").rename(newest / "whole.pt")
+    assert newest_good(tmp_path)[0] == newest
+
+    def stale(path, follow=True):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(reading, "open_to_read", stale)
+    with pytest.raises(FaultError, match=r"step-000000002\.ckpt.* can't be read: .*Stale file handle"):
+        newest_good(tmp_path)
+    assert len(checkpoints_in(tmp_path)) == 2
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path):
