@@ -106,6 +106,12 @@ def test_a_run_is_stopped_and_goes_on_as_the_page_about_signals_says(quick):
         assert line in said, run.output
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if " INFO  " in PAGES[page]])
+def test_the_lines_of_a_log_have_dates_as_the_program_prints_them(page):
+    lines = [line for line in PAGES[page].splitlines() if " INFO  " in line]
+    assert [line for line in lines if not re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO    ", line)] == []
+
+
 def test_torchrun_starts_what_the_page_about_machines_says(cli):
     command = "torchrun --standalone --nproc-per-node 2 -m project -- fit --config configs/ddp.yaml --run pair"
     run = cli(*words("docs/machines.md", command), *TINY, *FEW, torchrun=2)
