@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from project.cli.verbs import VERBS
 from project.errors import TRY_AGAIN
 from project.survive.signals import EXIT_CODES
 from tests.conftest import PATIENCE, ROOT, TINY, environment
@@ -182,6 +183,10 @@ def test_the_environment_on_the_page_about_machines_is_what_the_script_reads():
     assert all(name in script for name in names)
     told = re.findall(r"^# ([A-Z_]{5,}) ", script, re.MULTILINE)
     assert set(told) <= set(names)
+
+
+def test_the_page_about_keys_has_all_verbs():
+    assert [verb for verb in VERBS if not re.search(rf"(project|samerun) {verb}\b", PAGES["docs/keys.md"])] == []
 
 
 def test_all_configs_are_listed():
