@@ -53,7 +53,7 @@ def _stack(name: str, above: tuple[Path, ...] = ()) -> list[Path]:
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise UserError(f"{path}: base is the path of a config, or a list of them, and it is {bases!r}.")
-    return [config for base in bases for config in _stack(base, (*above, path))] + [path]
+    return [config for base in bases for config in _stack(base, (*above, path))] + [path] * bool(content)
 
 
 def find(name: str, asking: Path | None) -> Path:

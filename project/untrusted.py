@@ -172,12 +172,24 @@ def _count(node: yaml.Node, known: dict[int, int], depth: int) -> int:
     if count is None:
         count = known[id(node)] = 0
         if isinstance(node, yaml.CollectionNode):
+            if isinstance(node, yaml.MappingNode):
+                _refuse_double(node)
             for item in node.value:
                 count += sum(_count(part, known, depth + 1) for part in (item if isinstance(item, tuple) else (item,)))
         known[id(node)] = count = count + 1
     if count > _VALUES:
         raise yaml.composer.ComposerError(None, None, f"its aliases stand for more than {_VALUES:,} values", node.start_mark)
     return count
+
+
+def _refuse_double(node: yaml.MappingNode) -> None:
+    """Refuses a key that stands twice in a mapping: PyYAML would take the last one without a word."""
+    known: set[str] = set()
+    for key, _ in node.value:
+        if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+            if key.value in known:
+                raise yaml.composer.ComposerError(None, None, f"the key {key.value} is there twice", key.start_mark)
+            known.add(key.value)
 
 
 def parse_yaml(text: str) -> Any:

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from project.__main__ import _TRAINING
+from project.cli.keys import help_page
+from project.cli.verbs import sentence
 from project.config_files import expand
 from project.launch.launcher import Launch
 from project.runs import open_run
@@ -127,6 +130,11 @@ MISTAKES = {
     "a negative seed": (["fit", DDP, "--seed_everything=-1"], "seed_everything is a number from 0"),
     "labels all smoothed": (["fit", DDP, "--model.label_smoothing=1"], "label_smoothing is a share"),
     "broken YAML": (["fit", "--config=broken.yaml"], "broken.yaml, line 2, column 1: this is not YAML"),
+    "a key that is there twice": (
+        ["fit", "--config=twice.yaml"],
+        "twice.yaml, line 3, column 3: this is not YAML: the key max_epochs",
+    ),
+    "an empty config": (["fit", "--config=empty.yaml"], "Nothing says how long to train. HINT: --config"),
     "configs in a circle": (["fit", "--config=circle.yaml"], "stand on each other"),
     "a class that is not there": (["fit", DDP, "--data.source=project.data.Nope"], "Nope"),
     "nodes that nobody launched": (["fit", DDP, "--trainer.num_nodes=2"], "launch.sh"),
@@ -160,6 +168,8 @@ MISTAKES = {
 def test_a_mistake_is_one_line_and_no_traceback(quick, tmp_path, mistake):
     (tmp_path / "typo.yaml").write_text("trainer:\n  max_epoch: 1\n")
     (tmp_path / "broken.yaml").write_text("trainer: {max_epochs: 1\n")
+    (tmp_path / "twice.yaml").write_text("trainer:\n  max_epochs: 1\n  max_epochs: 2\n")
+    (tmp_path / "empty.yaml").write_text("# nothing yet\n")
     (tmp_path / "circle.yaml").write_text("base: circle.yaml\n")
     (tmp_path / "short.ckpt").write_bytes(b"PK\x03\x04 and no more")
     words, cause = MISTAKES[mistake]
@@ -202,6 +212,14 @@ def test_help_is_a_page_and_the_rest_on_request(quick):
     for key in ("--trainer.barebones", "--watchdog.factor", "--data.resident"):
         assert key in every.output
         assert key not in run.output
+
+
+@pytest.mark.parametrize("verb", _TRAINING)
+def test_the_help_of_a_verb_begins_with_whole_sentences(verb, capsys):
+    about = help_page(verb).split("\n\n")[1].splitlines()[0]
+    assert (
+        about == f"{sentence(verb)} The most important keys follow, with their defaults; a config may hold them, too. See also"
+    )
 
 
 def test_what_was_asked_for_is_shown(quick, tmp_path):

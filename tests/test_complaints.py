@@ -124,6 +124,16 @@ def test_what_is_wrong_is_told_with_its_place(tmp_path):
             ("a", "Problem with given class_path 'm.C':", "  module 'm' has no attribute 'C'"),
             "m.C: module 'm' has no attribute 'C'",
         ),
+        (
+            (
+                "a",
+                "Subtypes:",
+                "Errors:",
+                "  - Expected a typing.Literal['x', 'y']",
+                "  - Expected a collections.abc.Iterable. Got value: z",
+            ),
+            "Expected one of 'x', 'y'; Expected a list, and it is z",
+        ),
     ],
 )
 def test_the_innermost_complaint_is_what_counts(lines, text):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from project.cli.verbs import VERBS
 from project.errors import TRY_AGAIN
 from project.survive.signals import EXIT_CODES
 from tests.conftest import PATIENCE, ROOT, TINY, environment
@@ -106,6 +107,12 @@ def test_a_run_is_stopped_and_goes_on_as_the_page_about_signals_says(quick):
         assert line in said, run.output
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if " INFO  " in PAGES[page]])
+def test_the_lines_of_a_log_have_dates_as_the_program_prints_them(page):
+    lines = [line for line in PAGES[page].splitlines() if " INFO  " in line]
+    assert [line for line in lines if not re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO    ", line)] == []
+
+
 @pytest.mark.slow
 def test_torchrun_starts_what_the_page_about_machines_says(cli):
     command = "torchrun --standalone --nproc-per-node 2 -m project -- fit --config configs/ddp.yaml --run pair"
@@ -177,6 +184,10 @@ def test_the_environment_on_the_page_about_machines_is_what_the_script_reads():
     assert all(name in script for name in names)
     told = re.findall(r"^# ([A-Z_]{5,}) ", script, re.MULTILINE)
     assert set(told) <= set(names)
+
+
+def test_the_page_about_keys_has_all_verbs():
+    assert [verb for verb in VERBS if not re.search(rf"(project|samerun) {verb}\b", PAGES["docs/keys.md"])] == []
 
 
 def test_all_configs_are_listed():

@@ -54,6 +54,9 @@ def _expected(lines: list[str]) -> str:
     numbers = {"Expected a <class 'int'>", "Expected a <class 'float'>"} & {*says}
     types = [line for line in says if not (numbers and line == "Expected the path of a class")]
     text = "; ".join(dict.fromkeys(re.sub(r"<(?:class|enum) '([\w.]+)'>", r"\1", line) for line in types)).strip()
+    text = re.sub(
+        r"a typing\.Literal\[(.*?)\]", r"one of \1", re.sub(r"a collections\.abc\.(Iterable|Sequence)\b", "a list", text)
+    )
     text = re.sub(r"Expected a (?=[aeio])", "Expected an ", text)
     text = re.sub(r"'\w+' object has no attribute 'keys'.*", "Its init_args hold keys and values", text)
     value = value.partition(". Got value: ")[0] if value else value

@@ -13,7 +13,7 @@ from project.cli.keys import Node, below, choices, classes, document, of_verb
 from project.cli.verbs import VERBS
 from project.config_files import RUNS
 
-_ABOUT = """Makes the shell complete verbs, keys, their values and runs of the command samerun. For bash, in ~/.bashrc:
+_ABOUT = """Prints the completion of verbs, keys, their values and runs for the command samerun. For bash, in ~/.bashrc:
 eval "$(samerun completion bash)"; for zsh, in ~/.zshrc after compinit: eval "$(samerun completion zsh)"."""
 _OF_A_RUN = ("report", "watch", "profile", "same", "runs", "config")
 _TRAINING = ("fit", "validate", "test", "predict", "doctor", "export", "manifest", "ray", "prove", "bench")

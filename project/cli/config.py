@@ -115,7 +115,7 @@ class Parser(LightningArgumentParser):
         if "trainer.max_epochs" not in actions:
             return str(super().format_help(*args))
         known = {key: (self.get_default(key), actions[key].help or "") for key in MATTERS if key in actions}
-        return verb_page(self.prog.replace(" [options]", "").rpartition(" ")[2], self.description or "", known)
+        return verb_page(self.prog.replace(" [options]", "").rpartition(" ")[2], known)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:

@@ -38,7 +38,7 @@ def help_page(verb: str) -> str:
     nodes = {"config": {"description": _CONFIG}, **group(document()), **of_verb(verb)}
     nodes |= {f"{key}.{name}": part for key, node in nodes.items() for name, part in group(node).items()}
     known = {key: (node.get("default"), str(node.get("description", ""))) for key, node in nodes.items()}
-    return verb_page(verb, document()["x-verbs"][verb]["description"], known)
+    return verb_page(verb, known)
 
 
 def forms(node: Node) -> Iterator[Node]:

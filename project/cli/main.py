@@ -110,20 +110,20 @@ class ProjectCLI(LightningCLI):
         def add(name: str, kind: object, default: object, text: str, **more: Any) -> None:
             parser.add_argument(f"--{name}", type=kind, default=default, help=text, **more)
 
-        add("seed_everything", int, 0, "The seed of everything that is left to chance.")
+        add("seed_everything", int, 0, "The seed of all random numbers.")
         # `expand` has put the bases before the config that names them: what is parsed, printed and saved stands alone.
-        add("base", _resolved, None, "In a config: the config or configs that it stands on.")
+        add("base", _resolved, None, "In a config: the config or configs that it extends.")
         parser.add_argument("--help_all", action=HelpAll, help="Show every key and exit.")
-        name = f"Name of the run, its folder in {RUNS}/, or the path of one that is there; fit goes on with one that exists, "
-        add("run", str | None, None, f"{name}test and so on take its weights.")
-        resume = "A run that exists goes on from its newest good checkpoint (auto), from the one at a path, or not (never)."
+        name = f"Name of the run, its folder in {RUNS}/, or the path of one that exists. fit resumes a run that exists; "
+        add("run", str | None, None, f"{name}validate, test, predict and export use its weights.")
+        resume = "Resume an existing run from its newest good checkpoint (auto), from the one at a path, or not (never)."
         add("resume", str, "auto", resume)
-        change = "Keys, with commas, that may differ from what a run that exists was trained with (see docs/keys.md)."
+        change = "Keys, separated by commas, that may differ from what the existing run was trained with (docs/keys.md)."
         add("change", str | None, None, change)
-        add("doctor", bool, False, "Before a fit: is the cluster fit for it? Does not start where it is not.")
-        dry = "Says what each rank of a fit would hold, and trains nothing; of other numbers of ranks: --dry_run=8,64,1024."
+        add("doctor", bool, False, "Before a fit, check the cluster for it; the fit does not start if something is bad.")
+        dry = "Report what each rank of a fit would hold, without training; for other numbers of ranks: --dry_run=8,64,1024."
         add("dry_run", str | None, None, dry, nargs="?", const="true")
-        add("debug", bool, False, "A log file for each rank, and the words of NCCL and torch.distributed.")
+        add("debug", bool, False, "Write a log for each rank, and show the messages of NCCL and torch.distributed.")
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:

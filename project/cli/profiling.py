@@ -20,8 +20,8 @@ from project.watch.history import FILE as LIFE
 from project.watch.history import lives_of
 
 _ABOUT = (
-    "Asks a run that goes on to record a few steps. The traces, for https://ui.perfetto.dev, and a table for each rank "
-    f"come into {FOLDER}/ in its folder; the tables are shown."
+    "Makes a running run record a few steps. Writes the traces, for https://ui.perfetto.dev, and a table for each rank "
+    f"into {FOLDER}/ in its folder, and prints the tables."
 )
 _TABLE = re.compile(r"step-\d{9,18}-rank\d{1,9}\.txt")
 _LONGEST = 1 << 20  # bytes of a table
@@ -32,9 +32,9 @@ _AFTER_OTHERS = 60.0  # seconds that a rank's profile may come later than the fi
 def main(words: Sequence[str]) -> int:
     """Asks, waits and shows; returns the exit code."""
     parser = run_parser("profile", _ABOUT)
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="how many steps (5)")
-    parser.add_argument("--ranks", default="0", metavar="0,1,...", help="of which ranks, or all (0)")
-    parser.add_argument("--memory", action="store_true", help="also what is allocated, and what the memory holds")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="the number of steps (5)")
+    parser.add_argument("--ranks", default="0", metavar="0,1,...", help="the ranks, or all (0)")
+    parser.add_argument("--memory", action="store_true", help="also record what is allocated, and what the memory holds")
     given = parser.parse_args(words)
     try:
         ranks = None if given.ranks == "all" else [int(rank) for rank in given.ranks.split(",")]
@@ -50,7 +50,7 @@ def _ask(folder: Path, request: Asked) -> int:
     look = Look(folder)
     state, _ = look()
     if state != "going on":
-        raise UserError(f"The run {folder.name} does not go on ({state}): nobody would answer. HINT: profile.step in its YAML.")
+        raise UserError(f"The run {folder.name} is not running ({state}). HINT: profile.step in its YAML.")
     ranks = lives_of(folder / LIFE)[-1].ranks
     wanted = sorted({*(range(ranks) if request.ranks is None else request.ranks)})
     if wanted[-1] >= ranks:
@@ -92,7 +92,7 @@ def _show(look: Look, wanted: Sequence[int], before: dict[str, float]) -> int:
         if missing and not (look.folder / FILE).exists() and time.monotonic() > first + _AFTER_OTHERS:
             why = f"Of ranks {missing} there is nothing here: their hosts don't see this folder?"
         elif missing and (seen := look())[0] != "going on":
-            why = f"The run does not go on any more, and has not answered: {seen[1]}"
+            why = f"The run has ended without an answer: {seen[1]}"
         time.sleep(_PAUSE)
     for _, text in sorted(texts.items()):
         print(printable(text), flush=True)

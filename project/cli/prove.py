@@ -28,9 +28,8 @@ from project.untrusted import read_yaml
 if TYPE_CHECKING:
     from project.proof.trials import Row
 
-_ABOUT = """Shows that the promise holds for a YAML: the same bits after kills, with trainer.exact on any number of ranks, too.
-A shortened run is trained several times in a temporary
-folder, on the CPU, and all that it leaves is compared. Exit code 0: the
+_ABOUT = """Tests the promise on a YAML: the same bits after kills and, with trainer.exact, on any number of ranks.
+Trains a shortened run several times in a temporary folder, on the CPU, and compares all that it leaves. Exit code 0: the
 promise holds, 1: something differs, 2: the configuration does not work by itself."""
 
 

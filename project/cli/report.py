@@ -15,14 +15,14 @@ from project.watch.history import FILE, History, held, read_history
 from project.watch.report import PAGE, SUMMARY, facts, refuse_nothing, write
 from project.watch.side_by_side import best_first, compared
 
-_ABOUT = f"What a run did, on one page: {PAGE} in its folder, and {SUMMARY} for programs. Several runs also side by side."
+_ABOUT = f"Writes {PAGE} into a run's folder, and {SUMMARY} for programs; of several runs also a page that compares them."
 
 
 def main(words: Sequence[str]) -> int:
     """Writes the page, prints what is most important, and returns the exit code."""
     parser = run_parser("report", _ABOUT, nargs="+")
     parser.add_argument(
-        "--out", type=Path, help="of several runs: where the page goes (compared.html beside them, if not given)"
+        "--out", type=Path, help="the file of the page that compares several runs (default: compared.html beside them)"
     )
     given = parser.parse_args(words)
     runs = [name for name in dict.fromkeys(given.run) if not name.endswith(".html")]  # of lightning_logs/*, earlier comparisons

@@ -22,8 +22,8 @@ from project.watch.comparison import Verdict, compare, compare_with_itself, rank
 from project.watch.fingerprint_file import FILE, Recorded, read
 from project.watch.history import BESIDE
 
-_ABOUT = """Are these runs the same to the last bit? Of one run: is it the same as itself, where steps were computed twice, as
-they are after a kill? Exit code 0: the same, 1: not, 2: it can't be told."""
+_ABOUT = """Reports whether runs are the same to the last bit; of one run, whether the steps that it computed twice, as after a
+kill, were the same both times. Exit code 0: the same, 1: not the same, 2: not comparable."""
 _SHOWN = 20  # settings
 _LEFT_OUT = (*BESIDE, "config", "trainer.default_root_dir", "trainer.fingerprints")
 _STATES = ("checkpoints/step-*.ckpt", "events.out.tfevents.*")

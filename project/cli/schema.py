@@ -21,13 +21,13 @@ from project.trainer import Trainer
 
 Schema = dict[str, Any]
 _KNOWN = ("project.", "torch.optim.", "lightning.pytorch.")
-_ABOUT = "The JSON schema of the YAML, for editors: python -m project schema > project.schema.json"
+_ABOUT = "Prints the JSON schema of the YAML, for editors: python -m project schema > project.schema.json"
 _FIRST_LINE = "# yaml-language-server: $schema=project.schema.json"
 
 
 def main(words: Sequence[str]) -> int:
     """Prints the schema."""
-    epilog = f"In the first line of a YAML beside it: {_FIRST_LINE}"
+    epilog = f"The first line of a YAML beside it: {_FIRST_LINE}"
     ArgumentParser("python -m project schema", description=_ABOUT, epilog=epilog).parse_args(words)
     print(text(), end="")
     return 0
@@ -102,10 +102,7 @@ def document() -> Schema:
         keys[name] = {"anyOf": known, **{key: value for key, value in keys[name].items() if key == "description"}}
     keys["base"] = {"description": keys["base"].get("description", ""), "type": ["string", "array", "null"]}
     own = {
-        verb: {
-            "description": part.get("description", ""),
-            "properties": {name: key for name, key in part["properties"].items() if key != fit.get(name)},
-        }
+        verb: {"properties": {name: key for name, key in part["properties"].items() if key != fit.get(name)}}
         for verb, part in verbs.items()
     }
     return {

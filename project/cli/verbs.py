@@ -6,26 +6,26 @@ from collections.abc import Mapping
 
 VERBS = {
     "fit": "trains, or resumes a run that exists",
-    "validate": "computes the validation's metrics of a run's checkpoint",
-    "test": "computes the test's metrics of a run's checkpoint",
+    "validate": "computes the validation metrics of a run's checkpoint",
+    "test": "computes the test metrics of a run's checkpoint",
     "predict": "writes what a run's checkpoint predicts for each sample",
     "doctor": "checks hosts, network, data and model before a run",
     "export": "writes a run's weights as safetensors, ONNX or torch.export",
-    "manifest": "prints a run as a Job of Kubernetes",
+    "manifest": "prints a Kubernetes manifest for a run",
     "ray": "starts a fit, or a sweep, on a Ray cluster",
     "sweep": "shows the trials of a sweep",
     "prove": "tests that a YAML trains the same run, killed or not, on other numbers of ranks",
-    "runs": "lists the runs, and removes those that nobody needs",
-    "watch": "follows a run that is in training elsewhere",
-    "report": "writes what runs did, on one page",
-    "profile": "asks a run in training where its time goes",
+    "runs": "lists the runs, and removes those that are not needed",
+    "watch": "follows a run that trains elsewhere",
+    "report": "writes a page about a run, and one that compares several",
+    "profile": "records where the time of a running run goes",
     "same": "reports whether runs are the same to the last bit",
-    "config": "shows what differs between two configurations",
+    "config": "shows the differences between two configurations",
     "schema": "prints the JSON schema of the YAML, for editors",
-    "completion": "prints what makes bash or zsh complete verbs, keys and runs",
+    "completion": "prints the completion of verbs, keys and runs for bash or zsh",
     "bench": "measures a config against a plain PyTorch loop (in a checkout)",
 }
-ABOUT = "One training run from one YAML: on one machine or on many, killed or not, it is the same run."
+ABOUT = "One training run from one YAML: on one machine or on many, killed or not, the run is the same."
 _PAGE = """\
 usage: python -m project VERB [--KEY VALUE ...]
 
@@ -58,7 +58,7 @@ MATTERS = (
 _HELP = """\
 usage: python -m project {verb} --config CONFIG [--KEY VALUE ...]
 
-{about} The keys that matter, each with its default; they may stand in a config, too. See also
+{about} The most important keys follow, with their defaults; a config may hold them, too. See also
   python -m project {verb} --help_all                 every key
   python -m project {verb} --data.source.help CLASS   what a class takes, for each key that takes a class_path
   python -m project {verb} --config X --print_config  a configuration, complete
@@ -72,9 +72,14 @@ def page() -> str:
     return _PAGE.format(about=ABOUT, verbs="\n".join(f"  {verb:{width}}  {text}" for verb, text in VERBS.items()))
 
 
-def verb_page(verb: str, about: str, keys: Mapping[str, tuple[object, str]]) -> str:
+def sentence(verb: str) -> str:
+    """Returns what a verb does, as a sentence."""
+    return f"{VERBS[verb][:1].upper()}{VERBS[verb][1:]}."
+
+
+def verb_page(verb: str, keys: Mapping[str, tuple[object, str]]) -> str:
     """Returns the text of `python -m project VERB --help`, of keys with their defaults and explanations."""
-    lines = [_HELP.format(verb=verb, about=about)]
+    lines = [_HELP.format(verb=verb, about=sentence(verb))]
     for key in (key for key in MATTERS if key in keys):
         default, explanation = keys[key]
         default = default.get("class_path") if isinstance(default, Mapping) else getattr(default, "class_path", default)

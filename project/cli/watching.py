@@ -31,7 +31,7 @@ from project.watch.history import (
     of_the_module,
 )
 
-_ABOUT = "How a run gets on that goes on elsewhere, from the files in its folder alone; until it has finished, or Ctrl-C."
+_ABOUT = "Follows a run that trains elsewhere, by the files in its folder alone, until it has ended or Ctrl-C."
 _FRESH = 120.0  # seconds without a sign of life, after which a run that nobody here holds is taken for dead
 _FIRST = ("train/loss", "val/loss", "train/acc", "val/acc")  # of the metrics; the others as they were logged
 _METRICS = 8  # that a line shows at most
@@ -41,7 +41,7 @@ _FORKS = ("_step",)  # of what Lightning logs twice: the last step's, beside the
 def main(words: Sequence[str]) -> int:
     """Follows the run, and returns the exit code: 0 when it has finished, or is in training (`--once`)."""
     parser = run_parser("watch", _ABOUT)
-    parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="how often to look (5)")
+    parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="the time between two looks (5)")
     parser.add_argument("--once", action="store_true", help="look once; the exit code is 1 if the run is dead")
     given = parser.parse_args(words)
     if given.every <= 0:

@@ -178,7 +178,7 @@ def with_trial(argv: list[str]) -> list[str]:
 def main(words: Sequence[str]) -> int:
     """Prints the trials of a sweep, a line each, and returns the exit code."""
     parser = argparse.ArgumentParser(
-        "python -m project sweep", description="The trials of a sweep; fit --sweep FILE --trial N trains one."
+        "python -m project sweep", description="Lists the trials of a sweep; fit --sweep FILE --trial N trains one of them."
     )
     parser.add_argument("file", help="a sweep's YAML, as configs/sweeps/lr.yaml")
     sweep = read_sweep(parser.parse_args(words).file)

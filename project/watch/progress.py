@@ -103,7 +103,7 @@ class Progress(ProgressBar):
         """Gives the bar what fits into the terminal as it is now."""
         head = [Field(Importance.EPOCH, _epoch(trainer)), Field(Importance.PROGRESS, f"step {_counted(trainer)}")]
         place = Field(Importance.BAR, "\ue000" * _BAR)  # which no other field has
-        text = fitted([*head, place, *self._fields(trainer)], bars.console.width)
+        text = fitted([*head, place, *self._fields(trainer)], bars.console.width - len(GAP))  # rich pads its columns
         before, bar, after = text.partition(place.text)
         bars.columns = _columns(bar=bool(bar))
         bars.update(self._bar, completed=trainer.global_step, head=before.strip(), figures=after.strip())

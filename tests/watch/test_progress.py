@@ -1,5 +1,6 @@
 """What a user sees of training: their metrics, the best so far, one numbering of steps, one speed; a bar of 80 columns."""
 
+import io
 import json
 import os
 import pty
@@ -13,6 +14,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import CSVLogger
+from rich.console import Console
+from rich.progress import Progress as Bars
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -20,6 +23,7 @@ from project import Trainer
 from project.cli.watching import main as watch
 from project.watch.curves import Curves
 from project.watch.fields import Field, Importance, fitted
+from project.watch.progress import Progress
 from tests.conftest import environment
 
 FIT = ("fit", "--model=tests.watch.test_progress.Named", "--run=it", "--trainer.accelerator=cpu", "--trainer.max_epochs=3")
@@ -65,6 +69,22 @@ def test_the_least_important_fields_are_left_out() -> None:
     assert fitted(fields, len(whole) - 1) == whole.replace("  65% backward", "")
     assert fitted(fields, 46) == "epoch 3/9  step 6/96  first 1.0  0:02:07 left"
     assert fitted(fields, 24) == "step 6/96  0:02:07 left"
+
+
+@pytest.mark.parametrize("width", range(40, 100))
+def test_a_line_is_never_cut_off(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich's columns have spaces between them, which count, too."""
+    progress, trainer = Progress(), Trainer(max_steps=20, logger=False, accelerator="cpu", default_root_dir="unused")
+    texts = ("loss 1.0000", "zeta 12.609", "666 samples/s", "x" * (width % 9), "0:00:02 left")
+    monkeypatch.setattr(progress, "_fields", lambda trainer: [Field(Importance.METRIC, text) for text in texts])
+    console = Console(width=width, file=io.StringIO(), force_terminal=True)
+    bars = Bars(console=console, auto_refresh=False)
+    bars.add_task("", total=20, head="", figures="")
+    progress._draw(trainer, bars)
+    with console.capture() as shown:
+        console.print(bars.get_renderable())
+    assert "…" not in shown.get()
+    assert len(shown.get().splitlines()) == 1
 
 
 @pytest.fixture(scope="module")
