@@ -37,8 +37,8 @@ FLAGS = {  # and what is said of them
     "--data.source=besides.X": "There is no besides.X, as there is no module besides. HINT: besides.py is in sub: start there, or",
     "--model.network=brken.Net": "as there is no module brken. Did you mean broken.Net?",
     "--model.network=broken.Net": "broken.py, line 1: SyntaxError: '(' was never closed",
-    "--model.network=lacking.Net": "lacking.py, line 1, in <module>: No module named 'x_y'. HINT: pip install x_y, if it is a package.",
-    "--model.network=raising.Net": "raising.py, line 1, in <module>: ZeroDivisionError: division by zero",
+    "--model.network=lacking.Net": "lacking.py, line 1, in <module>: No module named 'x_y'. HINT: pip install x_y",
+    "--model.network=raising.Net": "raising.py, line 1, in <module>: ZeroDivisionError: division",
     "--ckpt_path=nope.ckpt": "--ckpt_path: ckpt_path=nope.ckpt: there is no checkpoint nope.ckpt",
 }
 SECTIONS = {
