@@ -290,7 +290,7 @@ def test_a_server_that_is_down_is_no_wrong_configuration(tmp_path):
     def down(*args):
         raise RuntimeError("no answer")
 
-    with pytest.raises(FaultError, match="can't be made: .*no answer"):
+    with pytest.raises(FaultError, match=r"can't be made: .*no answer"):
         made(Named(down), tmp_path, "it", 0)
 
 
