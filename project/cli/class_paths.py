@@ -64,7 +64,7 @@ def _missing(path: str, error: Exception) -> str:
     for end in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:end])
         try:
-            known = import_module(module)
+            import_module(module)
         except ModuleNotFoundError as missing:
             if f"{module}.".startswith(f"{missing.name}."):
                 continue
