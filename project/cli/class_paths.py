@@ -42,7 +42,7 @@ def take_functions() -> None:
             setattr(hints, name, partial(ours, original))
 
 
-def _imported(original: Original, name: str, *args: Any, **kwargs: Any) -> Any:
+def _imported(original: Original, name: str, *args: object, **kwargs: object) -> object:
     """Returns what a class path names; an error says what is wrong with it, and what may have been meant."""
     try:
         return original(name, *args, **kwargs)
