@@ -30,6 +30,15 @@ FLAGS = {  # and what is said of them
     "--checkpoints.mode=up": "--checkpoints.mode: checkpoints.mode is 'min' or 'max', and not 'up'",
     "--trainer.devices=x": "--trainer.devices: The trainer's settings don't work here: `devices` selected with",
     "--trainer.max_time=x": "--trainer.max_time: The trainer's settings don't work here: trainer.max_time=x",
+    "--model.network=project.MiniRezNet": "There is no project.MiniRezNet. Did you mean project.model.MiniResNet?",
+    "--model.network=MiniRezNet": "Expected the path of a class, as in module.MiniRezNet. Did you mean MiniResNet?",
+    "--model.network=torchvision.modls.resnet18": "no torchvision.modls.resnet18. Did you mean torchvision.models.resnet18?",
+    "--model.optimizer=torch.optim.sgd": "--model.optimizer: There is no torch.optim.sgd. Did you mean torch.optim.SGD?",
+    "--data.source=besides.X": "There is no besides.X, as there is no module besides. HINT: besides.py is in sub: start",
+    "--model.network=brken.Net": "as there is no module brken. Did you mean broken.Net?",
+    "--model.network=broken.Net": "broken.py, line 1: SyntaxError: '(' was never closed",
+    "--model.network=lacking.Net": "lacking.py, line 1, in <module>: No module named 'x_y'. HINT: pip install x_y",
+    "--model.network=raising.Net": "raising.py, line 1, in <module>: ZeroDivisionError: division",
     "--ckpt_path=nope.ckpt": "--ckpt_path: ckpt_path=nope.ckpt: there is no checkpoint nope.ckpt",
 }
 SECTIONS = {
@@ -71,6 +80,10 @@ def say(*words):
 def many():
     """All of them in one process: what is fixed above, and a sample of what may be wrong anywhere."""
     project.cli.main.ProjectCLI.before_fit = accept
+    sys.path.insert(0, "")
+    Path("sub").mkdir()
+    for name, text in {"broken": "class Net(", "lacking": "import x_y", "raising": "1 / 0", "sub/besides": ""}.items():
+        Path(f"{name}.py").write_text(text)
     for flag in FLAGS:
         say(f"--config={DDP}", flag)
     for number, section in enumerate(SECTIONS):

@@ -1,5 +1,7 @@
 """The verb `same`: which runs are meant, and what is said where they can't be compared."""
 
+import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -8,6 +10,7 @@ import yaml
 
 from project.cli import same
 from project.cli.reading import ended
+from project.cluster.settings import likeliest_first
 from project.watch.events import Events
 from project.watch.fingerprint_file import FILE
 from tests.conftest import Cli
@@ -124,6 +127,37 @@ def test_states_and_logged_values_are_compared(run, tmp_path, capsys):
         text = capsys.readouterr().out
         assert "are not the same, though all weights and losses of their steps are" in text
         assert f"After step {line}" in text, text
+
+
+def test_an_evaluation_after_the_fit_is_not_of_it(run, tmp_path, capsys):
+    for name in ("fitted", "validated"):
+        run(name, 1, 2)
+        folder = tmp_path / "lightning_logs" / name
+        events = Events(str(folder))
+        events.log_metrics({"val_loss": 0.5}, 2)
+        ended = time.time()
+        lines = [{"event": "start", "time": ended - 9, "step": 0, "ranks": 1}]
+        lines.append({"event": "stop", "time": round(ended, 3), "step": 2, "state": "finished", "why": None})
+        (folder / "life.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        while time.time() < ended + 0.01:
+            pass
+        if name == "validated":
+            events.log_metrics({"val_loss": 0.25}, 2)
+        events.finalize("success")
+    assert same.main(["fitted", "validated"]) == 0
+    assert "1 logged values" in capsys.readouterr().out
+
+
+def test_the_likeliest_cause_comes_first():
+    keys = [
+        "run",
+        "trainer.logger",
+        "watchdog.factor",
+        "data.num_workers",
+        "trainer.max_epochs",
+        "model.schedule.init_args.gamma",
+    ]
+    assert [*likeliest_first(dict.fromkeys(keys))] == [*keys[4:], keys[3], *keys[:3]]
 
 
 def test_errors_and_help_of_the_program(cli: Cli):

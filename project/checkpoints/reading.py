@@ -127,7 +127,7 @@ def set_aside_as_bad(path: Path, error: Exception) -> None:
         put_aside(path, ".bad")
     except OSError as why_not:
         outcome = f"can't be set aside: {why_not}"
-    log.error("Checkpoint %s is not used: %s. It %s.", path, error, outcome)
+    log.warning("Checkpoint %s is not used: %s. It %s.", path, error, outcome)
 
 
 # The manifest --------------------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def newest_good(
             if set_aside:
                 set_aside_as_bad(path, error)
     if checkpoints and set_aside:
-        log.error("No checkpoint is left in %s: the run begins at its beginning.", folder)
+        log.warning("No checkpoint is left in %s: the run begins at its beginning.", folder)
     return None
 
 

@@ -1,16 +1,20 @@
-"""The support of functions behind a class_path, which jsonargparse refuses without need.
+"""The support of functions behind a class_path, which jsonargparse refuses without need, and the reason where there is none.
 
 By itself it takes a function only if its signature names what it returns, gives it no arguments where something is still to
 come (a schedule gets its optimiser later), and knows no argument that hides behind **kwargs, as those of timm.create_model do.
 Here any function is taken, and who gets what it returns looks at that.
 """
 
+import difflib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from pkgutil import resolve_name
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules, resolve_name
 from typing import Any
 
 from jsonargparse import Namespace
@@ -19,6 +23,7 @@ from jsonargparse._parameter_resolvers import get_signature_parameters
 from jsonargparse._util import import_object
 
 from project.errors import UserError
+from project.survive.tracebacks import Folded
 
 Original = Callable[..., Any]
 
@@ -30,10 +35,70 @@ def take_functions() -> None:
         ("function_returns_subclass", _is_the_class),
         ("adapt_partial_callable_class", _with_what_comes_later),
         ("adapt_class_type", _with_all_arguments),
+        ("import_object", _imported),
     ):
         original = getattr(hints, name, None)
         if original is not None and not isinstance(original, partial):
             setattr(hints, name, partial(ours, original))
+
+
+def _imported(original: Original, name: str, *args: object, **kwargs: object) -> object:
+    """Returns what a class path names; an error says what is wrong with it, and what may have been meant."""
+    try:
+        return original(name, *args, **kwargs)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(_missing(name, error)) from error
+    except SyntaxError as error:
+        place = f"{error.filename}, line {error.lineno}"
+        raise ImportError(f"{name} can't be imported: {place}: {type(error).__name__}: {error.msg}") from error
+    except (ValueError, OSError, MemoryError):  # the first is jsonargparse's, of what is no path at all
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).strip()}"
+        raise ImportError(f"{name} can't be imported: {Folded(error).where}: {reason}") from error
+
+
+def _missing(path: str, error: Exception) -> str:
+    """Returns which part of a class path can't be imported, and a hint."""
+    parts = path.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        module = ".".join(parts[:end])
+        try:
+            import_module(module)
+        except ModuleNotFoundError as missing:
+            if f"{module}.".startswith(f"{missing.name}."):
+                continue
+            package = (missing.name or "").partition(".")[0]
+            place = Folded(missing).where
+            return f"{module} can't be imported: {place}: {missing}. HINT: pip install {package}, if it is a package."
+        except ImportError as broken:
+            return f"{module} can't be imported: {Folded(broken).where}: {broken}."
+        inner = [loaded for loaded in sys.modules if loaded.startswith(f"{module}.")] if end == len(parts) - 1 else []
+        for place in sorted([module, *inner], key=len):
+            guest = sys.modules.get(place)
+            names = [name for name, value in vars(guest).items() if end < len(parts) - 1 or callable(value)]
+            if near := _near(parts[end], names):
+                return f"There is no {path}. Did you mean {'.'.join([place, near, *parts[end + 1 :]])}?"
+        return f"There is no {path}: {error}."
+    root = parts[0]
+    if near := _near(root, [module.name for module in iter_modules([""])]):
+        if near != root:
+            return f"There is no {path}, as there is no module {root}. Did you mean {'.'.join([near, *parts[1:]])}?"
+        return f"There is no {path}: Python does not look in the working directory. HINT: set PYTHONPATH={Path.cwd()}"
+    places = {Path(file).parent for pattern in ("*", "..") for file in Path().glob(f"{pattern}/{root}.py")}
+    start = (
+        f"{root}.py is in {min(places)}: start there, or set PYTHONPATH={min(places).resolve()}"
+        if places
+        else (f"start where {root}.py is, or set PYTHONPATH to its folder; if it is a package: pip install {root}")
+    )
+    return f"There is no {path}, as there is no module {root}. HINT: {start}."
+
+
+def _near(name: str, names: list[str]) -> str | None:
+    """Returns the name that is nearest, whatever the case of its letters."""
+    by_letters = {known.lower(): known for known in names if not known.startswith("_")}
+    near = difflib.get_close_matches(name.lower(), by_letters, n=1)
+    return by_letters[near[0]] if near else None
 
 
 def _is_the_class(original: Original, value: object, *args: object) -> bool:

@@ -33,7 +33,9 @@ def complaint(message: str, within: str = "") -> tuple[str, str]:
         key, text = complaint(inner, arguments)
         if key not in (within, arguments):
             return key, text
-        return within, f"{opening['name']}: {text}" if opening["name"] else text
+        return within, f"{opening['name']}: {text}" if opening["name"] and not re.search(
+            rf"\b{re.escape(opening['name'])}\b", text
+        ) else text
     return within, _expected(lines)
 
 
@@ -50,16 +52,18 @@ def _expected(lines: list[str]) -> str:
         if line and not re.match(_NOISE, line):
             text, got, given = line.partition(". Got value: ")
             value = given if got and value is None else value
-            says.append(re.sub(r"Expected a dot import path string.*", "Expected the path of a class", text))
+            says.append(
+                re.sub(r"Expected a dot import path string: (\w*).*", r"Expected the path of a class, as in module.\1", text)
+            )
     numbers = {"Expected a <class 'int'>", "Expected a <class 'float'>"} & {*says}
-    types = [line for line in says if not (numbers and line == "Expected the path of a class")]
+    types = [line for line in says if not (numbers and line.startswith("Expected the path of a class"))]
     text = "; ".join(dict.fromkeys(re.sub(r"<(?:class|enum) '([\w.]+)'>", r"\1", line) for line in types)).strip()
     text = re.sub(
         r"a typing\.Literal\[(.*?)\]", r"one of \1", re.sub(r"a collections\.abc\.(Iterable|Sequence)\b", "a list", text)
     )
     text = re.sub(r"Expected a (?=[aeio])", "Expected an ", text)
     text = re.sub(r"'\w+' object has no attribute 'keys'.*", "Its init_args hold keys and values", text)
-    value = value.partition(". Got value: ")[0] if value else value
+    value = re.sub(r"^Namespace\(class_path='([\w.]+)'\)$", r"\1", value.partition(". Got value: ")[0]) if value else value
     if value is None or f" {value}" in text:
         return text
     return f"{text or 'It can not be read'}, and it is {printable(value, _LONGEST)}"

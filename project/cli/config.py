@@ -20,6 +20,7 @@ from lightning_utilities.core.enums import StrEnum
 
 from project.cli.class_paths import Refusal
 from project.cli.complaints import complaint
+from project.cli.keys import class_paths
 from project.cli.verbs import MATTERS, VERBS, verb_page
 from project.config_files import documents, option
 from project.errors import FaultError, UserError
@@ -144,6 +145,8 @@ class Parser(LightningArgumentParser):
         full = f"{key}.{inner}".strip(".") if inner != key else key
         if nested := re.search(r"it is NestedArg\(key='([^']+)'", text):
             return self._unknown(f"{full}.{nested[1]}", self._keys())
+        if named := re.search(r"as in module\.(\w+)", text):
+            text = f"{text}{_meant(named[1], [path.rpartition('.')[2] for path in class_paths()])}"
         return f"{self._where(full)}{full}: {text}"
 
     def placed(self, text: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from project.cli.keys import Node, arguments, below, class_of, document, group
 from project.cli.reading import show
-from project.cluster.settings import differing, of_the_same_classes
+from project.cluster.settings import differing, likeliest_first, of_the_same_classes
 from project.config_files import documents, expand, run_folder
 from project.masking import masked
 
@@ -37,7 +37,7 @@ def main(words: Sequence[str]) -> int:
 def _show(first: str, second: str) -> int:
     configs = [masked(filled(read(name))) for name in (first, second)]
     changes = of_the_same_classes(differing([{k: v for k, v in config.items() if k not in _LEFT_OUT} for config in configs]))
-    for key, (value, other) in changes.items():
+    for key, (value, other) in likeliest_first(changes).items():
         show(f"{key}: {_text(value)} -> {_text(other)}")
     if not changes:
         show(f"{first} and {second} say the same.")

@@ -72,6 +72,11 @@ def classes(node: Node) -> dict[str, Node]:
     return known
 
 
+def class_paths() -> set[str]:
+    """Returns the paths of all classes that the schema knows."""
+    return {path for node in document()["$defs"].values() for form in node.get("anyOf", [node]) for path in classes(form)}
+
+
 def class_of(node: Node, name: str | None) -> str | None:
     """Returns the path of a class that is named by it, or by its last part; without a name, the default's."""
     if name is None:

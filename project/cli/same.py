@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from project.cli.reading import run_parser, show
-from project.cluster.settings import differing, of_the_same_classes
+from project.cluster.settings import differing, likeliest_first, of_the_same_classes
 from project.config_files import run_folder
 from project.errors import UserError
 from project.untrusted import read_yaml
@@ -94,7 +94,7 @@ def _settings(folder: Path, other: Path) -> list[str]:
     if not all(path.is_file() for path in paths):
         return []
     try:
-        changes = of_the_same_classes(differing([read_yaml(path) for path in paths]))
+        changes = likeliest_first(of_the_same_classes(differing([read_yaml(path) for path in paths])))
     except (yaml.YAMLError, OSError, ValueError) as error:
         return [f"Their settings can't be compared: {' '.join(str(error).split())}."]
     texts = {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from project.checkpoints.reading import SafeCheckpointIO, checkpoints_in, step_of
 from project.watch.curves import Curves
-from project.watch.history import of_the_module
+from project.watch.history import FILE, lives_of, of_the_module
 
 _ASIDE = {
     *("configuration", "global_batch", "pytorch-lightning_version", "loops", "position", "hyper_parameters", "hparams_name"),
@@ -169,4 +169,7 @@ def _text(value: object) -> str:
 def _curves(folder: Path) -> dict[str, dict[int, float]]:
     curves = Curves(folder).read()
     tags = [tag for tag in curves if of_the_module(tag) and not tag.startswith(_MONITOR)]
-    return {tag: {point.step: point.value for point in curves[tag]} for tag in tags}
+    lives = lives_of(folder / FILE)
+    # An evaluation after the fit logs under the fit's names and last step. A time is written with three digits.
+    end = lives[-1].end + 1e-3 if lives and lives[-1].state != "killed" else float("inf")
+    return {tag: {point.step: point.value for point in curves[tag] if point.time <= end} for tag in tags}

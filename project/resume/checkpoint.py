@@ -19,6 +19,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ from project.step.ddp import all_gather_objects
 from project.step.evaluation import loaders_of
 from project.step.loop import Steps
 from project.step.position import Position, check_loop_progress, is_over, position, set_counters
-from project.typed import StateDict, typed
+from project.typed import StateDict, callbacks_of, typed
 from project.untrusted import shortened
 
 log = logging.getLogger(__name__)
@@ -163,6 +164,9 @@ class Resuming(_CheckpointConnector):
         newest = newest_good(Path(self.trainer.default_root_dir) / "checkpoints", set_aside=False) if ours else None
         if newest is not None:
             return str(newest[0])
+        if ours and state_fn == TrainerFn.FITTING and not callbacks_of(self.trainer, ModelCheckpoint):
+            log.warning("There is no checkpoint in %s: the run begins at its beginning.", self.trainer.default_root_dir)
+            return None
         return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
 
     def _read(self, path: str | None, weights_only: bool | None) -> None:

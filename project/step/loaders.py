@@ -420,7 +420,7 @@ class Loaders(_DataConnector):
                 *(ranks, stage, type(dataset).__name__, ranks),
             )
         stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        log.info(
+        log.warning(
             "The %s loader (%s) gives its samples in its own order: %s. On another number of ranks they are others%s",
             *(stage, type(loader).__name__, why),
             "." if stateful or stage != "train" else ", and a run that was stopped within an epoch begins its data anew.",

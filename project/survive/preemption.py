@@ -13,6 +13,7 @@ import logging
 import math
 import signal
 import time
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -21,6 +22,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.checkpoints.callback import Checkpoints, checkpoints_of
 from project.cluster.group import Group
+from project.survive.failure import BY_COMMAND, resumption
 from project.survive.requeue import REQUEUE, grace_period
 from project.survive.signals import EXIT_CODES, Signals
 
@@ -178,7 +180,12 @@ class StopTogether(Callback):
             checkpoints.save(trainer)
             checkpoints.wait()
             self._warn_of_short_grace_period(checkpoints.seconds)
-            log.info("Stopped by %s after step %d. Checkpoint: %s", name, trainer.global_step, checkpoints.last)
+            text = f"Stopped by {name} after step {trainer.global_step}. Checkpoint: {checkpoints.last}"
+            shown = BY_COMMAND.is_set() or log.isEnabledFor(logging.INFO) or not trainer.is_global_zero
+            if shown:
+                log.info(text)
+            else:  # a program of the user's that has set up no log: Python prints its warnings alone
+                log.warning(f"{text}. {resumption(Path(trainer.default_root_dir))}")
         elif trainer.state.fn == "fit" and not trainer.sanity_checking:
             log.warning(
                 "Stopped by %s after step %d. No checkpoint was saved: the Trainer has another callback for that, or none. "

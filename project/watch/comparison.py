@@ -98,7 +98,8 @@ def _batches_by_ranks(start: Start, other: Start) -> list[str]:
     counts = f"{start.micro_batches} micro-batches on {start.ranks} rank(s), and {other.micro_batches} on {other.ranks}"
     return [
         f"  A step has {counts}: it follows from the number of ranks, and so the global batch is another. "
-        "HINT: trainer.global_batch_size, the same in both.",
+        "HINT: trainer.global_batch_size, the same in both; a module that steps its optimisers by itself needs the same "
+        "product of batch_size and ranks.",
     ]
 
 
@@ -137,6 +138,8 @@ def _where(recorded: Recorded, other: Recorded, taken: Taken, other_taken: Taken
             f"  {_modules(recorded, other, taken, other_taken, numbers)}",
         ]
     named = _tensors(taken.start.names, taken.record.tensors, other_taken.record.tensors, recorded)
+    if not (taken.record.losses and other_taken.record.losses):
+        return [f"  The weights before it are the same, and those after it are not. No loss of it is on record. {named}"]
     return [
         "  The weights before it and all losses in it are the same, and the weights after it are not: it is the backward "
         f"pass or the optimiser. {named}",

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -45,6 +46,9 @@ _DEFAULTS: tuple[tuple[type[Logger], str, str | None], ...] = (
     (CSVLogger, "save_dir", "."),
     (MLFlowLogger, "tracking_uri", None),
 )
+
+_OF_THE_SETTINGS = (TypeError, ValueError, LookupError, AttributeError, ImportError, MisconfigurationException)
+"""The errors of a logger that another YAML mends."""
 
 Words = dict[str, Any]
 LoggerName = Literal["tensorboard", "csv", "wandb", "mlflow"]
@@ -114,7 +118,9 @@ def made(given: object, folder: Path, name: str, rank: int) -> list[Logger]:
             reason = (
                 f'{str(error).partition(" HINT:")[0]} HINT: pip install "samerun[{extra}]".' if extra else message_of(error)
             )
-            raise UserError(f"trainer.logger: {kind.__name__} can't be made: {reason}") from error
+            mendable = isinstance(error, _OF_THE_SETTINGS) or getattr(error, "error_code", "") == "INVALID_PARAMETER_VALUE"
+            wrong = UserError if mendable else FaultError  # a server that is down, say, may be up the next time
+            raise wrong(f"trainer.logger: {kind.__name__} can't be made: {reason}") from error
         if place in loggers:
             raise UserError(f"trainer.logger: {kind.__name__} is there twice, with the same place. HINT: leave one out.")
         loggers[place] = logger
@@ -198,4 +204,4 @@ def _keep(folder: Path, place: str, run_id: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / _FILE, json.dumps({**_ids(folder, logging.DEBUG), place: run_id}, indent=1))
     except OSError as error:
-        log.error("%s can't be written: %s. A run that goes on will begin a new run of %s.", folder / _FILE, error, place)
+        log.warning("%s can't be written: %s. A run that goes on will begin a new run of %s.", folder / _FILE, error, place)

@@ -53,7 +53,7 @@ class Steady(Logger):
             what()
         except Exception as error:
             if not self._failing:
-                log.error("What is measured can't be written for %s: %s. Training goes on.", self.called, message_of(error))
+                log.warning("What is measured can't be written for %s: %s. Training goes on.", self.called, message_of(error))
             self._failing = True
             return error
         return None
@@ -302,7 +302,7 @@ class MLFlow(Steady, MLFlowLogger):
     def finalize(self, status: str = "success") -> None:
         left = 0 if self._sender is None else self._sender.left(_LAST_SECONDS, hurry=True)
         if left:
-            log.error("MLflow does not answer, and lacks %d points of the curves.", left)
+            log.warning("MLflow does not answer, and lacks %d points of the curves.", left)
         else:
             self.attempt(lambda: MLFlowLogger.finalize(self, status))
 

@@ -70,6 +70,7 @@ def test_a_damaged_one_is_set_aside_and_the_next_newest_taken(tmp_path, caplog, 
     assert path.name == "step-000000002.ckpt"
     assert found["step"] == 2
     assert "step-000000003.ckpt is not used" in caplog.text
+    assert {record.levelname for record in caplog.records} == {"WARNING"}  # the run does not end
     assert not os.path.lexists(newest)
     assert os.path.lexists(tmp_path / "step-000000003.ckpt.bad")
 

@@ -183,6 +183,14 @@ def test_what_follows_the_forward_pass():
     assert "Which tensors differ is not known" in text
 
 
+def test_steps_without_losses():
+    """A training_step that steps its optimisers by itself may return none."""
+    one, other = (run((START, [step(1, losses={}, weights=weights)])) for weights in ("1" * 16, "2" * 16))
+    text = said(one, other)
+    assert "No loss of it is on record." in text
+    assert "all losses" not in text
+
+
 def test_what_else_differs():
     assert surroundings(START, START) == []
     assert surroundings(START, replace(START, exact=True, ranks=1))[0].startswith("trainer.exact: False, and True")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback
 
-from project.errors import UserError
+from project.errors import FaultError, UserError
 from project.watch.history import OURS
 from project.watch.loggers import Named, by_name, made
 from project.watch.steady import CsvFile, Sender
@@ -282,6 +282,16 @@ def test_a_place_that_the_user_names_is_kept(tmp_path):
     assert given.save_dir == str(tmp_path / "ml")
     with pytest.raises(UserError, match="can't be made"):
         made(Named(CSVLogger, save_dir=".", nope=1, version=None), folder, "it", 0)
+
+
+def test_a_server_that_is_down_is_no_wrong_configuration(tmp_path):
+    """A launcher starts a run again after it, and not after an argument that a logger refuses."""
+
+    def down(*args):
+        raise RuntimeError("no answer")
+
+    with pytest.raises(FaultError, match=r"can't be made: .*no answer"):
+        made(Named(down), tmp_path, "it", 0)
 
 
 def test_a_file_that_was_cut_short_is_gone_on_with(tmp_path):

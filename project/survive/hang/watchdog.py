@@ -177,6 +177,9 @@ class Watchdog(Callback):
         dist.all_gather_object(gathered, own)
         members, (_, secret, folder) = [member for member, _, _ in gathered], gathered[0]
         channel.set_members(members, secret)
+        if self._rank == 0 and stage == "fit":
+            processes = ", ".join(f"rank {member.rank} is {member.pid} on {member.host}" for member in members)
+            log.info("Processes: %s; %d thread(s) each", processes, torch.get_num_threads())
         self.folder = Path(folder)
         self._rank_0_answered = now = time.monotonic()
         self._heartbeats = {member.rank: (now, self._heartbeat()) for member in members}
