@@ -47,6 +47,7 @@ _SUSPENDED = 4.0  # a tick that is so much too late: this process was stopped
 _LAST_RESORT = 3  # times the deadline: then this rank's warden ends it
 _CAUSE_WAIT = 2.0  # seconds in which a rank that ended reports why, after its connections were closed
 _HISTORY = 50  # times of a phase that are kept
+_SHOWN = 16  # processes that a line names
 _LONGEST_TRACEBACK = 4_000  # characters, in one datagram
 
 
@@ -178,8 +179,9 @@ class Watchdog(Callback):
         members, (_, secret, folder) = [member for member, _, _ in gathered], gathered[0]
         channel.set_members(members, secret)
         if self._rank == 0 and stage == "fit":
-            processes = ", ".join(f"rank {member.rank} is {member.pid} on {member.host}" for member in members)
-            log.info("Processes: %s; %d thread(s) each", processes, torch.get_num_threads())
+            shown = ", ".join(f"rank {member.rank} is {member.pid} on {member.host}" for member in members[:_SHOWN])
+            more = f" and {len(members) - _SHOWN} more" if len(members) > _SHOWN else ""
+            log.info("Processes: %s%s; %d thread(s) each", shown, more, torch.get_num_threads())
         self.folder = Path(folder)
         self._rank_0_answered = now = time.monotonic()
         self._heartbeats = {member.rank: (now, self._heartbeat()) for member in members}
