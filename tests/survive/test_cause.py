@@ -75,7 +75,7 @@ def test_an_error_of_rank_0_names_its_rank_and_its_step(quick: Cli) -> None:
     run = quick(*FIT, "--model=tests.survive.test_cause.Broken", "--trainer.global_batch_size=8", ranks=2)
     assert run.code == 1
     assert re.fullmatch(rf"rank [01] on {HOST} has failed: ZeroDivisionError: integer .*", summary(run)["cause"])
-    assert "It failed in step 1. 0 steps were done" in (run.runs[0] / "report.html").read_text()
+    assert "It failed in step 2. 1 step was done" in (run.runs[0] / "report.html").read_text()
 
 
 def test_an_error_of_another_rank_is_the_cause(quick: Cli, capsys: pytest.CaptureFixture[str]) -> None:

@@ -108,7 +108,7 @@ function draw(chart) {
     scales: {x: {time: Boolean(page.axes[axis].time), range: () => view()}, y: {distr: log ? 3 : 1, range}},
     axes: [
       {...line, size: 24, space: 64, label: page.axes[axis].name, labelSize: 16, labelFont: '11px system-ui', ...(page.axes[axis].time ? {} : {values: (_, all) => all.map(short)})},
-      {...line, size: room, ...(log ? {splits: decades} : {}), values: (_, all) => all.map(short)},
+      {...line, size: room, ...(log ? {splits: decades, filter: (_, splits) => splits} : {}), values: (_, all) => all.map(short)},
     ],
     cursor: {
       drag: {x: true, y: false, setScale: false}, sync: {key: 'x', setSeries: several}, hover: {skip: [undefined, null]},
