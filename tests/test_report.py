@@ -27,8 +27,8 @@ from project.watch.curves import Point
 from project.watch.dashboard import _LAYOUT
 from project.watch.figures import Axis, axis, did_not_learn, metrics, scaling, sweep, used_rates
 from project.watch.goodput import Goodput, goodput
-from project.watch.history import PHASES, History, Life, read_history
-from project.watch.report import page, shares_of_a_step
+from project.watch.history import PHASES, History, Life, newest_run, read_history
+from project.watch.report import facts, page, shares_of_a_step
 from project.watch.side_by_side import compared, differences
 from tests.conftest import ROOT, TINY, forked
 from tests.survive.test_nonfinite import words
@@ -79,7 +79,7 @@ def test_a_run_leaves_its_life(place):
     assert found["state"] == "finished"
     assert found["starts"] == 3
     assert found["step"] == history.step == third.end_step
-    assert found["samples"] == 48 * history.step
+    assert found["samples"] == 2 * 256 < 48 * history.step, "the last step of an epoch is short"
     assert (place / "lightning_logs/it" / found["checkpoint"]).exists()
     assert {"train/loss", "val/loss", "train/grad_norm"} <= found["metrics"].keys()
     assert sum(found["goodput"].values()) == pytest.approx(1)
@@ -449,7 +449,7 @@ def test_text_can_be_read_by_day_and_by_night():
     light, dark = (
         dict(re.findall(r"--(\w+):(#\w+)", rules)) for rules in re.findall(r":root[^{]*\{([^}]*--back[^}]*)\}", style)
     )
-    used = {*re.findall(r"[{;](?:color|fill):var\(--(\w+)\)", style)}
+    used = {*re.findall(r"[{;](?:color|fill):var\(--(\w+)\)", style)} - {"back"}  # behind labels
     assert used == {"text", "soft", "fault", "good", "odd"}
     for colours in (light, {**light, **dark}):
         for name in used:
@@ -539,6 +539,42 @@ def test_a_login_node_does_not_wait_for_torch():
     heavy = "{'torch', 'lightning', 'tensorboard'}"
     code = f"import sys, project.cli.report, project.cli.watching; sys.exit(bool({heavy} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_chart_that_one_value_would_flatten_begins_logarithmic_and_explains_its_crosses():
+    def chart(*values):
+        return Chart("loss", [Line("val/loss", [(at, value, at) for at, value in enumerate(values)])])
+
+    assert chart(2.0, 1.9, 1.8, 1.7, 1e6, math.nan).log
+    assert not chart(2.3, 1.0, 0.1, 0.01).log, "a loss that falls"
+    assert not chart(0.0, 1.0, 1e6).log, "what is not positive has no place there"
+    assert not chart(math.nan).log
+    text = page(learned([2.0, 1.9, 1.8, 1.7, 1e6, math.nan], "val/loss"))
+    assert 'aria-pressed="true"' in text
+    assert "not finite</span>" in text
+    assert "not finite</span>" not in page(learned([2.0, 1.9]))
+
+
+def test_runs_that_python_puts_into_one_folder_are_told_apart(tmp_path):
+    """A fit from step 0 is another run, but where a command line has written its configuration: there it begins anew."""
+    lives = [Life(0.0, 0, 1, {}, 10.0, 5), Life(20.0, 5, 1, {}, 30.0, 9), Life(40.0, 0, 1, {}, 50.0, 3)]
+    curves = {"loss": [Point(1, 3.0, 1.0), Point(9, 2.0, 29.0), Point(1, 4.0, 41.0)], "old": [Point(1, 1.0, 2.0)]}
+    earlier, left, newest = newest_run(tmp_path, lives, curves)
+    assert (earlier, left, newest) == (2, lives[2:], {"loss": curves["loss"][2:]})
+    assert newest_run(tmp_path, lives[:2], curves) == (0, lives[:2], curves)
+    history = learned([2.0, 1.9])
+    history.earlier = 2
+    assert "another run has written to this folder (2 starts)" in page(history)
+    (tmp_path / "config.yaml").touch()
+    assert newest_run(tmp_path, lives, curves) == (0, lives, curves)
+
+
+def test_a_time_begins_with_the_first_process_in_every_place():
+    life = Life(110.0, 0, 1, {"began": 100.0}, 160.0, 5, state="finished")
+    history = History("it", Path(), [life], {"train/loss": [Point(1, 2.0, 111.0)]}, {}, "", None)
+    assert facts(history)["time"] == "0:01:00"
+    assert facts(history)["goodput"].startswith("83.3% training")
+    assert page_of(page(history))["axes"][1]["ends"] == [100.0, 160.0]
 
 
 def test_charts_of_what_is_odd():

@@ -18,6 +18,7 @@ from project.untrusted import LATEST, printable
 from project.watch.charts import number
 from project.watch.curves import Curves, Point
 from project.watch.fields import GAP, Field, Importance, fitted
+from project.watch.goodput import goodput
 from project.watch.history import (
     FILE,
     KEPT,
@@ -28,6 +29,7 @@ from project.watch.history import (
     lives_of,
     longest,
     monitored_curve,
+    newest_run,
     of_the_module,
 )
 
@@ -77,16 +79,18 @@ class Look:
 
     def __call__(self) -> tuple[str, list[Field]]:
         """Returns the state of the run, and the fields of a line about it."""
-        self._points = self._curves.read()
-        newest = {tag: points[-1] for tag, points in self._points.items()}
-        lives = lives_of(self.folder / FILE, [(point.time, point.step) for point in newest.values()])
+        points = self._curves.read()
+        seen = [(point.time, point.step) for curve in points.values() for point in curve[-1:]]
+        _, lives, self._points = newest_run(self.folder, lives_of(self.folder / FILE, seen), points)
+        newest = {tag: curve[-1] for tag, curve in self._points.items()}
         if not lives:
             return "not started", [Field(Importance.PROGRESS, "not a step yet")]
         life = lives[-1]
         state = life.state
         if state == "killed" and life.why is None and (held(self.folder / ".lock") or self._silent() < _FRESH):
             state = "going on"
-        return state, [*self._fields(life, newest), *self._ending(life, state)]
+        spent = Field(Importance.PHASE, f"goodput {goodput(lives).shares.get('training', 0):.0%}")
+        return state, [*self._fields(life, newest), spent, *self._ending(life, state)]
 
     def _fields(self, life: Life, newest: Mapping[str, Point]) -> list[Field]:
         """Returns how far the run is, its metrics, and how fast it is."""

@@ -44,6 +44,14 @@ class MicroBatch:
         low, high = self.order.micro_span(*self.key[1:])
         return high - low
 
+    @property
+    def step_size(self) -> int | None:
+        """Returns the number of samples of its step, over all ranks, where they are known."""
+        if self.order is None:
+            return None
+        low, high = self.order.span(self.key[1])
+        return high - low
+
 
 def count_samples(batch: object) -> int:
     """Returns how many samples a batch seems to have: the length of the first tensor in it."""

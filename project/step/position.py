@@ -12,7 +12,10 @@ from typing import Protocol, cast
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Timer
+from lightning_utilities.core.apply_func import apply_to_collection
 
+from project.data.dealing import DealtLoader
+from project.data.order import Order
 from project.errors import UserError
 from project.step.data_ranks import data_ranks
 from project.typed import Fetcher, StateDict, callbacks_of
@@ -161,6 +164,15 @@ def check_loop_progress(saved: object, name: str = "loops") -> None:
                 check_loop_progress(item, f"{name}.{key}")
     elif not isinstance(saved, int) or saved < 0 or name.count(".") < 3:
         raise UserError(f"{name} of the checkpoint can't be {str(saved)[:40]!r}. HINT: take an older one from the same folder.")
+
+
+def epoch_size(trainer: Trainer) -> dict[str, int]:
+    """Returns the steps of an epoch and their samples, where this project deals these out: the last step may be short."""
+    orders: list[Order] = []
+    apply_to_collection(trainer.train_dataloader, DealtLoader, lambda loader: orders.append(loader.keys.order))
+    if not orders or not orders[0].steps:
+        return {}
+    return {"epoch_steps": orders[0].steps, "epoch_samples": orders[0].span(orders[0].steps - 1)[1]}
 
 
 def planned_steps(trainer: Trainer) -> int | None:

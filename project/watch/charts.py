@@ -40,6 +40,7 @@ OF_RANKS = {
     "ranks/compute_ms/": "ms a step that a rank computes",
 }
 _POINTS = 800  # of a line; of more, each stretch shows its smallest and its largest value
+_FLAT = 1_000  # times the lower quartile
 
 
 class Line(NamedTuple):
@@ -79,7 +80,18 @@ class Chart(NamedTuple):
             values = [_rounded(value, 6) if math.isfinite(value) else str(value) for _, value, _ in kept]
             places = [[_rounded(point[axis], 12) for point in kept] for axis in (0, 2)]
             lines.append({"name": line.name, "colour": line.stroke, "x": places, "y": values})
-        return json.dumps({"lines": lines, "from_zero": self.from_zero}, separators=(",", ":"))
+        return json.dumps({"lines": lines, "from_zero": self.from_zero, "log": self.log}, separators=(",", ":"))
+
+    @property
+    def log(self) -> bool:
+        """Returns whether the chart begins logarithmic: a linear scale would show most of its values as a flat line."""
+        values = sorted(value for line in self.lines for _, value, _ in line.points if math.isfinite(value))
+        return bool(values) and values[0] > 0 and values[-1] > _FLAT * values[len(values) // 4]
+
+    @property
+    def odd(self) -> bool:
+        """Returns whether a value is not finite."""
+        return any(not math.isfinite(value) for line in self.lines for _, value, _ in line.points)
 
 
 def _rounded(value: float, digits: int) -> float:

@@ -1,4 +1,4 @@
-"""Goodput: which share of the time since a run's first start it has trained, and where the rest of that time went."""
+"""Goodput: which share of the time since a run's first process it has trained, and where the rest of it went."""
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
@@ -9,7 +9,7 @@ from project.watch.history import Life
 
 @dataclass(frozen=True)
 class Goodput:
-    """Holds the seconds of a run since its first start, by what they were spent on."""
+    """Holds the seconds of a run since its first process was started, by what they were spent on."""
 
     training: float
     starting: float
@@ -22,9 +22,14 @@ class Goodput:
     """Between a stop and the next start of a process."""
 
     @property
+    def elapsed(self) -> float:
+        """Returns all of them: a run's time, in each place that tells it."""
+        return float(sum(astuple(self)))
+
+    @property
     def shares(self) -> dict[str, float]:
         """Returns the shares of the whole time; {} where there is none."""
-        whole = sum(astuple(self))
+        whole = self.elapsed
         return {field.name.replace("_", " "): getattr(self, field.name) / whole for field in fields(self)} if whole > 0 else {}
 
     def __str__(self) -> str:
@@ -35,8 +40,8 @@ class Goodput:
 
 
 def goodput(lives: Sequence[Life]) -> Goodput:
-    """Returns what the time since a run's first start was spent on."""
-    begins = [min(float(life.known.get("began") or life.time), life.time) for life in lives]
+    """Returns what the time since a run's first process was started was spent on."""
+    begins = [life.began for life in lives]
     starts = [life.time - begin for life, begin in zip(lives, begins, strict=True)]
     repeated = down = 0.0
     for at, (before, after) in enumerate(pairwise(lives), 1):

@@ -104,6 +104,13 @@ class Life:
     where: str = ""
     """File and line of the user's code in which an error was raised."""
     traceback: str = ""
+    moment: str = ""
+    """Where in the run the error was raised: in which step, or after which one."""
+
+    @property
+    def began(self) -> float:
+        """Returns when its first process was started: the first step comes later."""
+        return min(float(self.known.get("began") or self.time), self.time)
 
     @property
     def seconds(self) -> float:
@@ -131,6 +138,8 @@ class History:
     """Warnings and errors of the log: time, level and text."""
     pictures: dict[str, Picture] = field(default_factory=dict)
     """The newest of each name."""
+    earlier: int = 0
+    """Starts of other runs, which have written to this folder before."""
 
     @property
     def state(self) -> str:
@@ -155,6 +164,14 @@ class History:
     @property
     def global_batch(self) -> int | None:
         return self.lives[-1].known.get("global_batch") if self.lives else None
+
+    def samples(self, step: int) -> int | None:
+        """Returns the samples of the first steps, as far as known: the last step of an epoch may be short."""
+        if not self.lives or not self.global_batch:
+            return None
+        steps, samples = (self.lives[-1].known.get(name) for name in ("epoch_steps", "epoch_samples"))
+        epochs, rest = divmod(step, steps) if steps and samples else (0, step)
+        return epochs * (samples or 0) + rest * self.global_batch
 
     @property
     def seconds(self) -> float:
@@ -207,7 +224,7 @@ class History:
             "where": last.where if last else "",
             "traceback": last.traceback if last else "",
             "step": self.step,
-            "samples": self.step * self.global_batch if self.global_batch else None,
+            "samples": self.samples(self.step),
             "seconds": round(self.seconds, 3),
             "starts": len(self.lives),
             "ranks": last and last.ranks,
@@ -232,6 +249,7 @@ def read_history(folder: Path, name: str, in_training: bool = False) -> History:
     newest = next((path.with_suffix(".ckpt") for path in manifests if _is_whole(path)), None)
     seen = [*reader.starts, *((point.time, point.step) for points in curves.values() for point in points)]
     lives = lives_of(folder / FILE, seen)
+    earlier, lives, curves = newest_run(folder, lives, curves)
     if lives and lives[-1].cut_off and newest and (step := _STEP.match(newest.name)):
         lives[-1].end_step = max(lives[-1].end_step, int(step[1]))
     if lives and in_training and lives[-1].state == "killed":
@@ -244,7 +262,8 @@ def read_history(folder: Path, name: str, in_training: bool = False) -> History:
         config, text = {}, masked_text(text)
     warnings = _SAID.findall(_end(folder / LOG, _LOG))[-_WARNINGS:]
     config = config if isinstance(config, dict) else {}
-    return History(name, folder, lives, curves, config, text, newest, warnings, reader.pictures)
+    warnings = [entry for entry in warnings if not earlier or entry[0] >= date(lives[0].began)]
+    return History(name, folder, lives, curves, config, text, newest, warnings, reader.pictures, earlier)
 
 
 def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
@@ -269,6 +288,7 @@ def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
                     as_text(entry.get("where", ""), LONGEST_CAUSE),
                     as_text(entry.get("traceback", ""), _TRACEBACK),
                 )
+                life.moment = as_text(entry.get("moment", life.moment))
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # half a line, which a kill or a full disk has left; or somebody else's
     lives, seen = lives[-_STARTS:], sorted(seen)
@@ -280,6 +300,20 @@ def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
     return lives
 
 
+def newest_run(
+    folder: Path, lives: list[Life], curves: Mapping[str, Sequence[Point]]
+) -> tuple[int, list[Life], dict[str, list[Point]]]:
+    """Returns how many starts of earlier runs a folder has, and the lives and the curves of its newest run. Only Python gives
+    one folder (`default_root_dir`) to several runs: each of its fits that begins at step 0 is another one.
+    """
+    begins = [at for at in range(1, len(lives)) if lives[at].step == 0 < lives[at - 1].end_step]
+    if not begins or (folder / "config.yaml").exists():
+        return 0, lives, {tag: [*points] for tag, points in curves.items()}
+    since = lives[begins[-1]].time
+    known = {tag: [point for point in points if point.time >= since] for tag, points in curves.items()}
+    return begins[-1], lives[begins[-1] :], {tag: points for tag, points in known.items() if points}
+
+
 def _known(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the other entries of a start, checked one by one."""
     known: dict[str, Any] = {
@@ -289,7 +323,7 @@ def _known(entry: Mapping[str, Any]) -> dict[str, Any]:
     }
     if entry.get("began") is not None:
         as_time(entry["began"])
-    for name in ("of", "global_batch"):
+    for name in ("of", "global_batch", "epoch_steps", "epoch_samples"):
         if entry.get(name) is not None:
             as_count(entry[name])
     if "hosts" in entry:
@@ -359,7 +393,8 @@ def hint_of(history: "History") -> str:
     if _HINT in (last.why or ""):
         return (last.why or "").partition(_HINT)[2].strip()
     entries = [] if not last.why else _ENTRY.split(_end(history.folder / LOG, _READ))
-    named = [text for text in entries if _HINT in text and str(last.why)[:_NAMED] in text and text[24:].startswith(_FAULTS)]
+    cause = str(last.why).rpartition(" has failed: ")[2]  # without its rank, which the log has elsewhere
+    named = [text for text in entries if _HINT in text and cause[:_NAMED] in text and text[24:].startswith(_FAULTS)]
     if named:
         return named[-1].rpartition(_HINT)[2].partition("\n")[0].strip()
     return next((hint for pattern, hint in _HINTS if pattern.search(last.why or "")), "")

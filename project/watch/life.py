@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -24,11 +25,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project import __version__
 from project.cluster import code
-from project.cluster.place import image, process_age
+from project.cluster.place import host, image, process_age
 from project.errors import Cause
 from project.masking import masked_command
 from project.step.monitored import monitored_setting
-from project.step.position import planned_steps
+from project.step.position import counts, epoch_size, planned_steps
+from project.step.state import ends_step
 from project.typed import callbacks_of, typed
 from project.untrusted import both_ends, open_to_append
 from project.watch.history import FILE, lives_of
@@ -86,6 +88,7 @@ class Life(Callback):
             precision=str(trainer.precision),
             accumulation=trainer.accumulate_grad_batches,
             global_batch=typed(trainer).global_batch,
+            **epoch_size(trainer),
             versions={
                 "project": __version__,
                 "torch": torch.__version__,
@@ -120,14 +123,22 @@ class Life(Callback):
         if name := _signal(exception):
             self._stop(trainer, "stopped", name)
         else:
-            self._failure = self._cause_of(exception)
-            self._stop(trainer, "failed", **_entries(self._failure))
+            self._failure = self._cause(trainer, exception)
+            self._stop(trainer, "failed", **_entries(self._failure), moment=_moment(trainer))
 
     def amend(self, trainer: Trainer, exception: BaseException) -> None:
         """Writes down a failure, or another cause of it, that has become known only after the fit had ended."""
-        if self._first_step is not None and (cause := self._cause_of(exception)) != self._failure:
+        if self._first_step is not None and (cause := self._cause(trainer, exception)) != self._failure:
             self._failure = cause
             self._write(trainer, "stop", state="failed", **_entries(cause))
+
+    def _cause(self, trainer: Trainer, exception: BaseException) -> Cause:
+        """Returns why a fit ends: of several ranks the one whose own error it is has its name in it, as a peer's error has."""
+        cause = self._cause_of(exception)
+        own = cause.traceback or cause.text.startswith("Loader process")
+        if trainer.world_size == 1 or not own or cause.text.startswith("rank "):
+            return cause
+        return replace(cause, text=f"rank {trainer.global_rank} on {host()} has failed: {cause.text}")
 
     def _stop(self, trainer: Trainer, state: str, why: str | None = None, **more: str) -> None:
         if self._began:
@@ -151,6 +162,15 @@ class Life(Callback):
             self.wrote = True
         except OSError as error:
             log.warning("That the run has come to its %s can't be written down: %s. Training goes on.", event, error)
+
+
+def _moment(trainer: Trainer) -> str:
+    """Returns where in a run an error was raised."""
+    batches = counts(trainer.fit_loop.epoch_loop.batch_progress.current)
+    if trainer.validating or batches.ready == batches.completed:
+        return f"{'the validation ' if trainer.validating else ''}after step {trainer.global_step}"
+    done = batches.processed > batches.completed and ends_step(trainer)  # in on_train_batch_end
+    return f"in step {trainer.global_step + (not done)}"
 
 
 def _entries(cause: Cause) -> dict[str, str]:

@@ -40,7 +40,7 @@ class Progress(ProgressBar):
         self._bars: Bars | None = None
         self._bar = TaskID(0)
         self._line = self._since = 0.0  # the last line or bar; when training began, or went on after a validation
-        self._seen = 0  # samples since then, of this rank
+        self._seen = self._of_step = 0  # samples since then, of all ranks; those of this rank in the step at hand
         self._first_step = 0  # of this start
         self._trained = 0  # samples of this start, all ranks
         self._training = 0.0  # seconds of it spent in training, without validation
@@ -72,7 +72,7 @@ class Progress(ProgressBar):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         log.info(_plan(trainer, pl_module))
         self._pace_from, self._first_step = None, trainer.global_step
-        self._seen, self._trained, self._training = 0, 0, 0.0
+        self._seen, self._of_step, self._trained, self._training = 0, 0, 0, 0.0
         self._line = self._since = time.monotonic()
         # Lines above the bar are as long as they are: the terminal breaks them, and tables stay tables.
         console = Console(stderr=True, soft_wrap=True)
@@ -84,9 +84,12 @@ class Progress(ProgressBar):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        self._seen += micro_batch(trainer).size
+        self._of_step += micro_batch(trainer).size
         if not ends_step(trainer):
             return
+        # A short step falls into unequal parts: this rank's does not tell the others'.
+        self._seen += micro_batch(trainer).step_size or self._of_step * data_ranks(trainer).count
+        self._of_step = 0
         now, step = time.monotonic(), trainer.global_step
         if self._pace_from is None:
             self._pace_from = step, now
@@ -134,7 +137,7 @@ class Progress(ProgressBar):
     def _speed(self, trainer: Trainer) -> float | None:
         """Returns the run's speed, the median of its windows; of a start that has none yet, its samples by its time."""
         seconds = self._training + time.monotonic() - self._since if self._seen else self._training
-        samples = self._trained + self._seen * data_ranks(trainer).count
+        samples = self._trained + self._seen
         return _median_speed(trainer) or (samples / seconds if seconds else None)
 
     def _left(self, trainer: Trainer) -> list[str]:
@@ -145,17 +148,17 @@ class Progress(ProgressBar):
             return []
         return [f"{timedelta(seconds=round((steps - step) * (time.monotonic() - began) / (step - first)))} left"]
 
-    def _pause(self, trainer: Trainer) -> None:
+    def _pause(self) -> None:
         """Adds up the time and the samples of training until now: training pauses here."""
         self._training += time.monotonic() - self._since
-        self._trained += self._seen * data_ranks(trainer).count
+        self._trained += self._seen
         self._seen = 0
 
     # Evaluations -----------------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._pause(trainer)
+            self._pause()
         self._before = {**trainer.callback_metrics}
 
     on_test_start = on_validation_start
@@ -196,7 +199,7 @@ class Progress(ProgressBar):
     # The end ---------------------------------------------------------------------------------------------------------
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._pause(trainer)
+        self._pause()
         if self._bars:
             self._draw(trainer, self._bars)
         self._close()

@@ -50,7 +50,8 @@ class Figure(NamedTuple):
 
 def write(history: History) -> Path:
     """Writes the page and the summary of a run into its folder."""
-    summary = {**history.summary(), "goodput": goodput(history.lives).shares}
+    spent = goodput(history.lives)
+    summary = {**history.summary(), "elapsed": round(spent.elapsed, 3), "goodput": spent.shares}
     write_text(history.folder / SUMMARY, json.dumps(summary, indent=1))
     write_text(path := history.folder / PAGE, page(history))
     return path
@@ -84,7 +85,7 @@ def page(history: History) -> str:
             for tag in metrics([history])[:_FIGURES]
         ],
         shares=shares,
-        axes=[{"name": "steps"}, {"name": "wall time", "time": True}],
+        axes=[{"name": "steps"}, {"name": "wall time", "time": True, "ends": _ends(history)}],
         marks=marks,
         sections={
             "Is it learning?": _charts(_learning(history)),
@@ -108,6 +109,11 @@ def _diverged(history: History) -> bool:
     return any(not math.isfinite(history.curves[tag][-1].value) for tag in metrics([history]))
 
 
+def _ends(history: History) -> list[float]:
+    """Returns the time of a run: from its first process on, as goodput counts it."""
+    return [history.lives[0].began, history.lives[-1].end] if history.lives else []
+
+
 def _arguments(history: History) -> dict[str, str]:
     """Returns what names a run on a command line: a run of this folder by its name, another by its path."""
     folder = history.folder.absolute()
@@ -124,17 +130,17 @@ def facts(history: History) -> dict[str, str]:
     """Returns the figures of a run, as texts."""
     last = history.lives[-1] if history.lives else None
     speed, batch = history.recent_median("speed/samples_per_s"), history.global_batch
-    known = last.known if last else {}
+    known, spent = last.known if last else {}, goodput(history.lives)
     hosts: Mapping[str, int] = known.get("hosts", {})
     return {
         "state": f"{history.state}, after step {history.step:,}" + (f": {last.why}" if last and last.why else ""),
         "host": ", ".join(f"{name} ({count})" if len(hosts) > 1 else name for name, count in hosts.items()),
         "user": str(known.get("user") or ""),
-        "started": date(history.lives[0].time) if last else "",
+        "started": date(history.lives[0].began) if last else "",
         "ended": date(last.end) if last and history.badge != "running" else "",
-        "samples": f"{history.step * batch:,} in global batches of {batch:,}" if batch else "",
-        "time": duration(history.seconds) if history.seconds else "",
-        "goodput": str(goodput(history.lives)),
+        "samples": f"{history.samples(history.step):,} in global batches of {batch:,}" if batch else "",
+        "time": duration(spent.elapsed) if spent.elapsed else "",
+        "goodput": str(spent),
         "speed": f"{speed:,.0f} samples/s on {ranks(last)}, in the median window" if speed and last else "",
         "starts": f"{len(history.lives)}",
         "precision": str(known.get("precision", "")),

@@ -133,8 +133,8 @@ def _charts(histories: Sequence[History], tags: Sequence[str], x_name: str) -> l
     """Returns a chart for each metric, with a line for each run: of one that has none of it, an empty one."""
 
     def placed(history: History, point: Point) -> tuple[float, float, float]:
-        each = history.global_batch or 1 if x_name == "samples" else 1
-        return point.step * each, point.value, history.hours(point.time)
+        place = history.samples(point.step) if x_name == "samples" else None
+        return place if place is not None else point.step, point.value, history.hours(point.time)
 
     def line(history: History, colour: int, tag: str) -> Line:
         return Line(history.name, [placed(history, point) for point in history.curves.get(tag, ())], colour)

@@ -71,6 +71,13 @@ def test_a_users_frames_are_shown_and_the_others_counted(quick: Cli) -> None:
     assert "lightning/pytorch/trainer/" in whole.output
 
 
+def test_an_error_of_rank_0_names_its_rank_and_its_step(quick: Cli) -> None:
+    run = quick(*FIT, "--model=tests.survive.test_cause.Broken", "--trainer.global_batch_size=8", ranks=2)
+    assert run.code == 1
+    assert re.fullmatch(rf"rank [01] on {HOST} has failed: ZeroDivisionError: integer .*", summary(run)["cause"])
+    assert "It failed in step 2. 1 step was done" in (run.runs[0] / "report.html").read_text()
+
+
 def test_an_error_of_another_rank_is_the_cause(quick: Cli, capsys: pytest.CaptureFixture[str]) -> None:
     run = quick(*FIT, "--model=tests.survive.test_cause.BrokenOnRank1", "--trainer.global_batch_size=8", ranks=2)
     assert run.code == 1

@@ -12,7 +12,7 @@ const short = value => value == null ? '' : Math.abs(value) >= 1e6 || (value && 
 const named = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const ranges = page.axes.map((_, at) => {
   let low = Infinity, high = -Infinity;
-  const places = [...charts.flatMap(chart => chart.lines.map(line => line.x[at])), page.marks.map(([x]) => x[at])];
+  const places = [...charts.flatMap(chart => chart.lines.map(line => line.x[at])), page.marks.map(([x]) => x[at]), page.axes[at].ends ?? []];
   for (const list of places) for (const x of list) [low, high] = [Math.min(low, x), Math.max(high, x)];
   return low < high ? [low, high] : low === high ? [low - 1, high + 1] : [0, 1];
 });
@@ -83,6 +83,14 @@ function room(plot, values, at, cycle) {
   return Math.max(56, Math.ceil(ticks.size + gap + widest / devicePixelRatio) + 2);
 }
 
+// Of a logarithmic scale a handful of lines, at powers of ten, and between these where there are few.
+function decades(plot, at, low, high) {
+  const [first, last] = [low, high].map(Math.log10), step = Math.ceil((last - first) / 7) || 1, splits = [];
+  for (let power = Math.floor(first / step) * step; power <= last; power += step)
+    for (const part of last - first < 2.5 ? [1, 2, 5] : [1]) splits.push(part * 10 ** power);
+  return splits.filter(value => value >= low * 0.999 && value <= high * 1.001);
+}
+
 function draw(chart) {
   chart.plot?.destroy();
   chart.plot = null;
@@ -100,7 +108,7 @@ function draw(chart) {
     scales: {x: {time: Boolean(page.axes[axis].time), range: () => view()}, y: {distr: log ? 3 : 1, range}},
     axes: [
       {...line, size: 24, space: 64, label: page.axes[axis].name, labelSize: 16, labelFont: '11px system-ui', ...(page.axes[axis].time ? {} : {values: (_, all) => all.map(short)})},
-      {...line, size: room, values: (_, all) => all.map(short)},
+      {...line, size: room, ...(log ? {splits: decades, filter: (_, splits) => splits} : {}), values: (_, all) => all.map(short)},
     ],
     cursor: {
       drag: {x: true, y: false, setScale: false}, sync: {key: 'x', setSeries: several}, hover: {skip: [undefined, null]},
