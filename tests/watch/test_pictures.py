@@ -201,7 +201,7 @@ def test_a_full_disk_does_not_end_a_run_that_shows_pictures_by_itself(tmp_path, 
     (tmp_path / "file").write_text("no folder can be here")
     events.experiment.add_text("mine", "words", 1)
     events.experiment.add_image("mine", torch.zeros(3, 4, 4), 1)
-    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
     (tmp_path / "file").unlink()
     events.experiment.add_text("mine", "words", 2)
     events.finalize("success")

@@ -109,7 +109,7 @@ def test_a_word_to_a_run_that_goes_on(tmp_path):
     assert run.returncode == 143, (tmp_path / "output.txt").read_text()
     late = ask(tmp_path, "gpt")
     assert (late.returncode, late.stdout) == (2, "")
-    assert "does not go on" in late.stderr
+    assert "is not running" in late.stderr
     assert not (folder / FILE).exists()
 
 
