@@ -190,7 +190,7 @@ class Run:
                 config = {**config, "ckpt_path": None}
             self._compare(checkpoint[1], config, words)
             later = [path for path in checkpoints_in(checkpoints) if path.name > checkpoint[0].name] if resume != "auto" else []
-            for path in later:  # or the next 'auto' would go on from there
+            for path in later:  # or the next 'auto' would resume from there
                 log.info("%s is of a later step and is set aside.", path)
                 put_aside(path, ".later")
         return checkpoint

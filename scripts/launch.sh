@@ -10,10 +10,10 @@
 #                whenever one is lost or comes (back). The node that MASTER_ADDR names holds them together and must stay.
 # NODE_RANK      0 on the node that MASTER_ADDR names, another number on each other one. Not needed for MIN:MAX. Rank 0,
 #                which prints, is on the node whose address sorts first.
-# RUN_ID         the same on all nodes, and the run's name with the config's: who starts again under it goes on with that
+# RUN_ID         the same on all nodes, and the run's name with the config's: who starts again under it continues with that
 #                run. MIN:MAX needs it, because the node that named the run may be the one that is lost.
 # MASTER_PORT    (29500; on one node any that is free) the same on all nodes, and open between them.
-# MAX_RESTARTS   (0; for MIN:MAX 10) how often all workers are started again after a failure; the run goes on from its
+# MAX_RESTARTS   (0; for MIN:MAX 10) how often all workers are started again after a failure; the run resumes from its
 #                newest checkpoint.
 # JOIN_TIMEOUT   (300; for the doctor 30) seconds that the nodes wait for each other; who is missing then is named.
 # TORCH_ELASTIC_SHUTDOWN_TIMEOUT  (300) seconds from a signal (Ctrl-C, SIGTERM) to SIGKILL: what a checkpoint may take.

@@ -181,6 +181,6 @@ def test_a_run_that_was_moved_goes_on_where_it_is(quick, tmp_path):
     shutil.move(tmp_path / "lightning_logs/it", tmp_path / "elsewhere")
     done = quick("fit", f"--run={tmp_path}/elsewhere")
     assert done.code == 0, done.output
-    assert f"Goes on from {tmp_path}/elsewhere/checkpoints/step-000000004.ckpt" in done.output
+    assert f"Resumes from {tmp_path}/elsewhere/checkpoints/step-000000004.ckpt" in done.output
     assert not (tmp_path / "lightning_logs").exists() or not [*(tmp_path / "lightning_logs").iterdir()]
     assert "There is no run in" in quick("fit", DDP, "--run=./nowhere").output

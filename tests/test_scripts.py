@@ -291,7 +291,7 @@ def test_one_node_recovers_from_each_lost_rank(tmp_path, ranks, kills):
         seen += run.stdout.read()
     assert run.returncode == 143, seen
     assert killed == kills, seen
-    assert seen.count("Goes on from") == kills, seen
+    assert seen.count("Resumes from") == kills, seen
 
 
 def test_the_hooks_of_a_commit_are_what_the_tests_begin_with():

@@ -54,7 +54,7 @@ class Stream(IterableDataset):
 
 
 def test_an_epoch_of_unknown_length_is_over_when_it_is(tmp_path):
-    """A checkpoint of its end goes on with the next epoch."""
+    """A checkpoint of its end continues with the next epoch."""
     first, data = trainer(tmp_path, limit_train_batches=None), DataLoader(Stream(), batch_size=None)
     first.fit(BoringModel(), data)
     first.save_checkpoint(tmp_path / "end.ckpt")
@@ -121,7 +121,7 @@ def test_a_run_without_a_folder_gets_one_of_its_own(tmp_path, monkeypatch):
 
 def test_last_is_the_newest_checkpoint_of_the_folder(tmp_path):
     """Of a program that was started again; a damaged one is passed over."""
-    trainer(tmp_path).fit(BoringModel(), ckpt_path="last")  # nothing to go on from yet
+    trainer(tmp_path).fit(BoringModel(), ckpt_path="last")  # nothing to resume from yet
     checkpoints = sorted((tmp_path / "checkpoints").glob("*.ckpt"))
     assert [one.name for one in checkpoints] == ["step-000000004.ckpt"]
     (tmp_path / "checkpoints/step-000000009.ckpt").write_bytes(b"cut short")

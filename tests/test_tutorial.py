@@ -36,7 +36,7 @@ LINES = {
     "docs/tutorial.md": (
         "1 host x 1 process x micro-batch 16 x accumulation 6 = global batch 96",
         "exit code 137",
-        "Goes on from ",
+        "Resumes from ",
         "1 host x 3 processes x micro-batch 16 x accumulation 2 = global batch 96",
         "whole and killed are the same to the last bit up to step 500 of both, on 1 and 3 ranks.",
         "Side by side: lightning_logs/compared.html",

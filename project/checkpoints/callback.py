@@ -75,7 +75,7 @@ class Checkpoints(Checkpoint):
     """Saves the run every so many steps and minutes, after each validation, at the end, and when it is stopped.
 
     A thread writes one checkpoint at a time, from a copy in main memory: the peak is one more model and optimiser state there,
-    on rank 0 or, of a sharded network, by ranks. A disk that is full or gone is reported and tried again; training goes on.
+    on rank 0 or, of a sharded network, by ranks. A disk that is full or gone is reported and tried again; training continues.
 
     Args:
         every_n_steps: optimiser steps between two saves; None saves by minutes alone.
@@ -153,7 +153,7 @@ class Checkpoints(Checkpoint):
         named = bool(typed(trainer).configuration)  # a run of the command line, which knows whose folder it is
         if trainer.is_global_zero and not trainer.global_step and not named and checkpoints_in(self._folder):
             self._put_other_run_aside()
-        # Now, and not when the run has been lost: could it go on from what would be saved?
+        # Now, and not when the run has been lost: could it resume from what would be saved?
         check(typed(trainer).resuming.dump_checkpoint(weights_only=False))
         self._saved_time = time.monotonic()
         self._saved_at = (trainer.global_step, False)
@@ -351,7 +351,7 @@ class Checkpoints(Checkpoint):
             self.failed = cause(error)
             newest = f"the newest good one is {self.last}" if self.last else "there is none yet"
             level = logging.ERROR if first else logging.DEBUG
-            log.log(level, "Checkpoint %s could NOT be written: %s. Training goes on; %s.", path, self.failed, newest)
+            log.log(level, "Checkpoint %s could NOT be written: %s. Training continues; %s.", path, self.failed, newest)
 
     def _update_last_and_best(self, path: Path, manifest: Manifest) -> None:
         """Makes a checkpoint the last one and, if its metric is better than the best so far, the best one."""

@@ -77,7 +77,7 @@ def check(checkpoint: StateDict) -> None:
     problems = ((name, of_part) for name, part in parts.items() if (of_part := _reading_problem(part)))
     name, problem = next(problems, ("the checkpoint", problem))
     raise UserError(
-        f"A run could not go on from this checkpoint: {name} holds what can't be read again ({problem}). HINT: keep tensors, "
+        f"A run could not resume from this checkpoint: {name} holds what can't be read again ({problem}). HINT: keep tensors, "
         "arrays, numbers, strings, lists and dicts in what is saved (state_dict, get_extra_state, on_save_checkpoint)."
     )
 
@@ -258,7 +258,7 @@ class ShardWriters:
         of_ranks = cast(list[tuple[T, str, str]], [None] * self._ranks)
         try:
             dist.all_gather_object(of_ranks, (cast(T, result), problem, self.host), group=group)
-        except RuntimeError as error:  # gloo's, which begins with its file and goes on with guesses
+        except RuntimeError as error:  # gloo's, which begins with its file and continues with guesses
             text = re.sub(r"^\[\S+gloo\S+\] ", "", str(error).strip())
             reason = text.partition(" This is typically")[0].partition("\n")[0].rstrip(".")
             raise Lost(f"a rank does not answer: {reason}") from error

@@ -45,7 +45,7 @@ compdef _samerun samerun
 
 
 def main(words: Sequence[str]) -> int:
-    """Prints a shell's part, or, for that, what a line may go on with."""
+    """Prints a shell's part, or, for that, what a line may continue with."""
     if len(words) == 2 and words[0] == "words":
         print(*completions(words[1]), sep="\n")
         return 0

@@ -346,7 +346,7 @@ class ProjectCLI(LightningCLI):
             if manifest["finished"]:
                 log.info("Takes up %s: the end of the run, after %d steps", checkpoint, at["global_step"])
             else:
-                log.info("Goes on from %s: epoch %d, step %d of it", checkpoint, at["epoch"] + 1, at["step"])
+                log.info("Resumes from %s: epoch %d, step %d of it", checkpoint, at["epoch"] + 1, at["step"])
             # Where it began stays known: a checkpoint of another run, or nothing.
             own = checkpoint.parent.absolute() in (self.folder / "checkpoints", memory_folder())
             saved["ckpt_path"] = (saved_config(self.folder) or {}).get("ckpt_path") if own else str(checkpoint)

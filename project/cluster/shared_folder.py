@@ -81,7 +81,7 @@ def file_problem(path: Path, hosts: Sequence[str], gather: Gather) -> str | None
     if prints[0] is None:
         return None  # whoever reads it says so
     if blind := [rank for rank, fingerprint in enumerate(prints) if fingerprint is None]:
-        return f"{named(blind, hosts)} can't see {path}, which {named([0], hosts)} goes on from"
+        return f"{named(blind, hosts)} can't see {path}, which {named([0], hosts)} resumes from"
     if other := [rank for rank, fingerprint in enumerate(prints) if fingerprint != prints[0]]:
         return f"{named(other, hosts)}: {path} is another file there than on {named([0], hosts)}"
     return None

@@ -212,7 +212,7 @@ class TextData(LightningDataModule):
         """Checks that a resumed run has the text that it began with."""
         if state_dict["text"] != self.name and self.trainer is not None and self.trainer.state.fn == "fit":
             raise UserError(
-                f"The run was trained on {state_dict['text']}, and this is {self.name}. HINT: it goes on with the "
+                f"The run was trained on {state_dict['text']}, and this is {self.name}. HINT: it continues with the "
                 "Python, or the files, that it began with; another text is another --run."
             )
 

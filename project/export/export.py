@@ -138,7 +138,7 @@ def export(
         trainer: the Trainer of the run.
         model: the model of the run.
         datamodule: its data, whose validation set the file is checked on.
-        to: safetensors (the weights), onnx or torch-export (the network), or checkpoint (all that a run goes on from, as
+        to: safetensors (the weights), onnx or torch-export (the network), or checkpoint (all that a run resumes from, as
             one file, where a sharded run has left a folder).
         ckpt_path: best (the default of a run), last, or the path of a checkpoint.
         out: the folder that gets the file; by default export-FORMAT in the run's folder.

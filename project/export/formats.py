@@ -25,7 +25,7 @@ FILES: dict[str, str] = {
     "safetensors": "model.safetensors",
     "onnx": "model.onnx",
     "torch-export": "model.pt2",
-    "checkpoint": "step-N.ckpt",  # all that a run goes on from (export/plain.py)
+    "checkpoint": "step-N.ckpt",  # all that a run resumes from (export/plain.py)
 }
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "safetensors": ("safetensors",),

@@ -51,7 +51,7 @@ class Agent:
         if not self._told and time.monotonic() - self._since > _LONG:
             self._told = True
             log.warning(
-                "%s is stopped (Ctrl-Z, SIGSTOP). Training goes on, but signals don't reach it. HINT: kill -CONT %d",
+                "%s is stopped (Ctrl-Z, SIGSTOP). Training continues, but signals don't reach it. HINT: kill -CONT %d",
                 *(self._name, self._pid),
             )
 

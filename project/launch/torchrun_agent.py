@@ -89,7 +89,7 @@ def main() -> None:
             # Where the store was: the other agents hear no more of each other, and have nowhere to meet again.
             print(
                 f"launch.sh: the agents of this run have lost each other ({type(error).__name__}): the one that held them "
-                "together, on the node that MASTER_ADDR names, has ended, or one has given up. The same command goes on from "
+                "together, on the node that MASTER_ADDR names, has ended, or one has given up. The same command resumes from "
                 "the newest checkpoint.",
                 file=sys.stderr,
             )

@@ -247,7 +247,7 @@ class ImageClassifier(LightningModule):
         self._log_sent()
         batches = self.trainer.fit_loop.epoch_loop.batch_progress
         if not batches.is_last_batch and batches.current.ready != self.trainer.num_training_batches:
-            return  # max_steps ended the run inside an epoch; a longer one goes on with it
+            return  # max_steps ended the run inside an epoch; a longer one continues with it
         values = self._log_tally("train/{}_epoch", self.epoch_tally)
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
 

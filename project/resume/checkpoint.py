@@ -212,7 +212,7 @@ class Resuming(_CheckpointConnector):
             saved.update(states[ranks.rank] or {})
         elif states:
             log.info(
-                "The states of callbacks or loaders differ between the %d ranks of the checkpoint: all %d go on with rank 0's.",
+                "States of callbacks or loaders differ between the %d ranks of the checkpoint: all %d continue with rank 0's.",
                 *(len(states), ranks.count),
             )
         if of_loaders := saved.get("states_of_loaders"):
@@ -224,8 +224,8 @@ class Resuming(_CheckpointConnector):
             at = Position.from_state_dict(saved["position"])
         except (AttributeError, TypeError, ValueError):
             raise UserError(
-                f"{self.trainer.ckpt_path} is of an older version of this project, which can't go on with it. HINT: fit with "
-                "model.init_from=THIS FILE begins a new run with its weights."
+                f"{self.trainer.ckpt_path} is of an older version of this project, which can't continue with it. HINT: fit "
+                "with model.init_from=THIS FILE begins a new run with its weights."
             ) from None
         typed(self.trainer).gradients.load_state_dict(saved.get("exact_grids", {}))
         ranks = data_ranks(self.trainer)
@@ -266,8 +266,8 @@ class Resuming(_CheckpointConnector):
         on_cpu, over = trainer.strategy.root_device.type == "cpu", trainer.state.fn != "fit" or is_over(trainer)
         if on_cpu and then not in (None, now) and not over:
             log.warning(
-                "The run goes on with %d thread(s) for each rank's operations in place of %d, and so with other sums in their "
-                "last bits. HINT: trainer.threads=%d.",
+                "The run continues with %d thread(s) for each rank's operations in place of %d, and so with other sums in "
+                "their last bits. HINT: trainer.threads=%d.",
                 *(now, then, then),
             )
         if trainer.state.fn == "fit" and "callback_metrics" in saved:
@@ -401,7 +401,7 @@ def refuse_tensors_made_later(saved: Mapping[str, object], at_start: Shapes) -> 
         else:
             continue
         raise UserError(
-            f"A run could not go on from this checkpoint: {problem}, and the network that a run goes on with is made anew. "
+            f"A run could not resume from this checkpoint: {problem}, and the network that a run continues with is made anew. "
             "HINT: make it in __init__, or in the module's configure_model."
         )
 

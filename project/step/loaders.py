@@ -231,7 +231,7 @@ class Loaders(_DataConnector):
                 f"{order.global_batch}. HINT: batch_size={before}, or a checkpoint of an epoch's end."
             )
         log.warning(
-            "%s: the run goes on with the next sample. Sums differ in their last bits, batch norm in more. HINT: with "
+            "%s: the run continues with the next sample. Sums differ in their last bits, batch norm in more. HINT: with "
             "trainer.global_batch_size the batch_size can stay as it is on any number of ranks.",
             what,
         )
@@ -253,8 +253,8 @@ class Loaders(_DataConnector):
         what = f"The training set has {now} samples, and had {before} so far: their order is another one"
         if self._resumes_within_epoch:
             raise UserError(
-                f"{what}, and the run was stopped within an epoch. HINT: go on with the data that it had, or from a checkpoint "
-                "of an epoch's end."
+                f"{what}, and the run was stopped within an epoch. HINT: continue with the data that it had, or from a "
+                "checkpoint of an epoch's end."
             )
         log.warning("%s from here on.", what)
 

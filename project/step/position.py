@@ -131,7 +131,7 @@ def warn_if_cut_short(trainer: Trainer) -> None:
     if out_of_time(trainer) and trainer.global_step < trainer.estimated_stepping_batches:
         log.warning(
             "Stopped by trainer.max_time after step %d of %s, before the end of the run. HINT: more time for all starts "
-            "together, and the same command goes on from the checkpoint.",
+            "together, and the same command resumes from the checkpoint.",
             *(trainer.global_step, trainer.estimated_stepping_batches),
         )
 

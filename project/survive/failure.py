@@ -171,11 +171,11 @@ def resumption(folder: Path | None, changed: bool = False) -> str:
     newest = checkpoints_in(folder / "checkpoints")[-1:] if folder else []
     if not BY_COMMAND.is_set():
         known = f'trainer.fit(..., ckpt_path="{newest[0]}")' if newest else "trainer.fit with ckpt_path"
-        return "There is no checkpoint yet." if folder and not newest else f"{known} goes on from the newest checkpoint."
+        return "There is no checkpoint yet." if folder and not newest else f"{known} resumes from the newest checkpoint."
     subject = "Then it" if changed else "The same command"
     if folder and not newest:
         return f"There is no checkpoint yet: {subject[0].lower()}{subject[1:]} begins anew."
-    return f"{subject} goes on from {newest[0] if newest else 'the newest checkpoint'}."
+    return f"{subject} resumes from {newest[0] if newest else 'the newest checkpoint'}."
 
 
 def message(error: BaseException, folder: Path | None = None) -> str:

@@ -354,7 +354,7 @@ def _hint(trainer: Trainer, faults: list[Fault], everywhere: bool) -> str:
         names = [path.name for path in checkpoints_in(Path(trainer.default_root_dir) / "checkpoints")]
         return (
             "training diverges: set a lower learning rate, a longer warm-up or "
-            "trainer.gradient_clip_val, and go on from a checkpoint of before the loss grew "
+            "trainer.gradient_clip_val, and resume from a checkpoint of before the loss grew "
             f"({', '.join(names[-3:]) or 'there is none yet'}): --resume PATH --change KEYS, those that you set."
         )
     look = "these samples" if faults else "what the network does in its backward pass"

@@ -119,7 +119,7 @@ class Requeue:
                     file.write(f"{mark}\n")
             self._put = _scontrol("requeue", job_name()) is not None
         if self._put:
-            log.info("Slurm job %s is back in the queue%s.", job_name(), f" and will go on from {newest}" if newest else "")
+            log.info("Slurm job %s is back in the queue%s.", job_name(), f" and will resume from {newest}" if newest else "")
         return self._put
 
     def remove_count_file(self) -> None:

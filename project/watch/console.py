@@ -125,7 +125,7 @@ def log_to(path: Path, level: int = logging.INFO) -> None:
     try:
         file = logging.StreamHandler(open_to_append(path))
     except OSError as error:
-        log.warning("There is no log file: %s. Training goes on.", error)
+        log.warning("There is no log file: %s. Training continues.", error)
         return
     file.setLevel(level)
     file.setFormatter(_Formatter(whole=True))

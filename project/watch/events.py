@@ -183,7 +183,7 @@ class Events(TakesMeasurements, TensorBoardLogger):
             self._failing = False
         except OSError as error:
             if not self._failing:
-                log.warning("What is measured can't be written for TensorBoard: %s. Training goes on.", error)
+                log.warning("What is measured can't be written for TensorBoard: %s. Training continues.", error)
             self._failing = True
             self._tensorboard = None  # TensorBoard's does not recover: the next attempt gets a new one
             self._hidden_from = None

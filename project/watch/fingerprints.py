@@ -269,7 +269,7 @@ class Fingerprints(Callback):
             self._whole, self._failing = True, False
         except OSError as error:
             if not self._failing:
-                log.warning("Fingerprints of the steps can't be written: %s. Training goes on.", error)
+                log.warning("Fingerprints of the steps can't be written: %s. Training continues.", error)
             self._whole, self._failing = False, True
             self._header = None  # what follows has no step before it
 

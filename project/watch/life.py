@@ -107,7 +107,7 @@ class Life(Callback):
         for name, value in now.items():
             # A run of a version that did not write it down has no such entry.
             if trainer.global_step and before and name in before[-1].known and (last := before[-1].known[name]) != value:
-                log.warning("The run goes on with another %s: %s -> %s", name, last or "none", value or "none")
+                log.warning("The run continues with another %s: %s -> %s", name, last or "none", value or "none")
         return now
 
     def has_trained(self, trainer: Trainer) -> bool:
@@ -161,7 +161,7 @@ class Life(Callback):
                 file.write(line + "\n")
             self.wrote = True
         except OSError as error:
-            log.warning("That the run has come to its %s can't be written down: %s. Training goes on.", event, error)
+            log.warning("That the run has come to its %s can't be written down: %s. Training continues.", event, error)
 
 
 def _moment(trainer: Trainer) -> str:

@@ -165,7 +165,7 @@ class Notifier:
 
 
 def _warn(text: str) -> None:
-    print(f"WARNING notify: {text}. Training goes on.", file=sys.stderr, flush=True)
+    print(f"WARNING notify: {text}. Training continues.", file=sys.stderr, flush=True)
 
 
 class Watch:

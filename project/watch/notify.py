@@ -32,7 +32,7 @@ _DELIVERY = 5.0  # seconds that a run that has ended waits: in a container, the 
 
 
 class Notify(Callback):
-    """Tells somebody what becomes of a run, on rank 0. A message that can't be sent is reported, and training goes on.
+    """Tells somebody what becomes of a run, on rank 0. A message that can't be sent is reported, and training continues.
 
     Args:
         webhook: the environment variable that holds the address of a webhook of Slack or one like it. The address itself is a
@@ -89,7 +89,7 @@ class Notify(Callback):
             self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
             self._tell(json.dumps(facts))
         except OSError as error:
-            log.warning("notify: the process that sends messages can't be started: %s. Training goes on.", error)
+            log.warning("notify: the process that sends messages can't be started: %s. Training continues.", error)
 
     def _tell(self, line: str) -> None:
         if self._process is not None and self._process.stdin is not None:

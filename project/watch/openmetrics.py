@@ -98,7 +98,7 @@ class Metrics(Callback):
         try:
             self._server = ThreadingHTTPServer(("127.0.0.1", self.port), _handler(self))
         except OSError as error:
-            log.warning("metrics.port %d can't be served: %s. Training goes on. HINT: another port, or 0.", self.port, error)
+            log.warning("metrics.port %d can't be served: %s. Training continues. HINT: another port, or 0.", self.port, error)
             return
         threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
         log.info("Metrics: http://127.0.0.1:%d/metrics", self._server.server_port)

@@ -99,8 +99,8 @@ class Recording(StepRanges):
             self._names_parts = True
         except Exception as error:  # a device whose counters are not for everybody, say
             if self._why_not is None:
-                log.warning("The steps can't be recorded: %s. Training goes on.", error)
-            self._profile, self._why_not = None, f"The steps can't be recorded: {error}. Training goes on."
+                log.warning("The steps can't be recorded: %s. Training continues.", error)
+            self._profile, self._why_not = None, f"The steps can't be recorded: {error}. Training continues."
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: object, batch_idx: int
@@ -161,7 +161,7 @@ class Recording(StepRanges):
                 if self._memory:
                     write_held(trainer, module, stem.with_name(f"{stem.name}-memory-rank{trainer.global_rank}"))
             except OSError as error:
-                log.warning("The profile can't be written: %s. Training goes on.", error)
+                log.warning("The profile can't be written: %s. Training continues.", error)
                 return
         if trainer.is_global_zero:
             for line in summary:

@@ -53,7 +53,7 @@ class Steady(Logger):
             what()
         except Exception as error:
             if not self._failing:
-                log.warning("What is measured can't be written for %s: %s. Training goes on.", self.called, message_of(error))
+                log.warning("What is measured can't be written for %s: %s. Training continues.", self.called, message_of(error))
             self._failing = True
             return error
         return None
@@ -144,7 +144,7 @@ class Csv(Steady, CSVLogger):
             try:
                 self._file = CsvFile(path := Path(self.log_dir, "metrics.csv"), until)
             except OSError as error:
-                raise UserError(f"CSV can't go on with {path}: {message_of(error)}. HINT: move it away.") from error
+                raise UserError(f"CSV can't continue with {path}: {message_of(error)}. HINT: move it away.") from error
             for step, entries in groupby(logged, key=itemgetter(0)):
                 CSVLogger.log_metrics(self, {tag: value for _, tag, value in entries}, step)
         return self._file

@@ -219,8 +219,8 @@ def resumed(on: str) -> Found:
     killed, again = fit(on, "killed", *words), fit(on, "killed", *words)
     if killed.code != -9 or again.code:
         return Found(BAD, f"killed: exit code {killed.code}, resumed: {again.code}: {last_line(again)}")
-    if "Goes on from" not in again.said:
-        return Found(BAD, "it did not go on from a checkpoint")
+    if "Resumes from" not in again.said:
+        return Found(BAD, "it did not resume from a checkpoint")
     return same("whole", "killed")
 
 

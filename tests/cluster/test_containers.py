@@ -134,7 +134,7 @@ def test_a_container_is_told_to_stop_and_its_successor_goes_on(container):
     after = int(run.output.partition("Stopped by SIGTERM after step ")[2].partition(".")[0])
     again = container.run(*words, f"--trainer.max_steps={after + 2}")
     assert again.code == 0, again.output
-    assert "Goes on from" in again.output
+    assert "Resumes from" in again.output
     assert "Traceback" not in run.output + again.output
 
 
@@ -190,6 +190,6 @@ def test_a_slurm_job_in_a_container_goes_back_into_the_queue_and_on(files, slurm
     digest = hashlib.sha256(b"an image").hexdigest()
     assert {one["image"] for one in starts()} == {f"project.sif@sha256:{digest}"}
     assert "another image" not in log.read_text()
-    assert "Goes on from" in log.read_text(), why()
+    assert "Resumes from" in log.read_text(), why()
     expected = f"exec --nv --bind {place} --pwd {place} {sif} python -m project fit {FIT[1]}"
     assert said.read_text().count(expected) == 4  # two nodes, twice

@@ -81,7 +81,7 @@ def test_a_rank_that_is_killed_is_replaced_by_its_supervisor(alone, hosts, tmp_p
     assert [one.wait(240) for one in running] == [0, 0, 0], printed(tmp_path)
     assert (tmp_path / "h1.txt").read_text().count("All ranks resume (restart") == 2, printed(tmp_path)
     assert "Rank 1 on h2 was killed by signal 9. All ranks resume (restart 1 of 3)." in (tmp_path / "h1.txt").read_text()
-    assert "Goes on from /dev/shm/samerun-state-" in (tmp_path / "h1.txt").read_text()
+    assert "Resumes from /dev/shm/samerun-state-" in (tmp_path / "h1.txt").read_text()
     assert_same_curve(tmp_path, alone)
 
 
@@ -104,7 +104,7 @@ def test_a_host_is_lost_and_comes_back(alone, hosts, tmp_path):
     struck = time.monotonic()
     are(2)
     took("a host of three is lost: two train again after", time.monotonic() - struck)
-    assert "Goes on from" in speaker.read_text()
+    assert "Resumes from" in speaker.read_text()
     reached = step(tmp_path)
     wait_until(lambda: step(tmp_path) >= reached + 5, 120, lambda: printed(tmp_path))
     running[2] = launch(hosts[2], tmp_path, *FIT, slowly(0.05), nodes="1:3", **patience)
@@ -148,7 +148,7 @@ def test_clocks_that_are_wrong_and_jump(alone, hosts, tmp_path, nodes):
         wait_until(lambda at=at: step(tmp_path) >= at, 120, lambda: printed(tmp_path))
         clock.jump(seconds)
     assert [one.wait(180) for one in running] == [0, 0], printed(tmp_path)
-    assert "Goes on from" not in printed(tmp_path)  # nobody was taken for dead
+    assert "Resumes from" not in printed(tmp_path)  # nobody was taken for dead
     assert "2 hosts x 1 process" in printed(tmp_path)
     assert_same_curve(tmp_path, alone)
 

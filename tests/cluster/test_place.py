@@ -97,4 +97,4 @@ def test_a_run_says_its_image_and_that_it_goes_on_with_another(quick, tmp_path):
     assert "another commit" not in again.output
     other = quick(*words, "--trainer.max_steps=3")
     assert other.code == 0, other.output
-    assert other.output.count("goes on with another image: project@sha256:a -> none") == 1
+    assert other.output.count("continues with another image: project@sha256:a -> none") == 1

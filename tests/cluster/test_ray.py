@@ -87,7 +87,7 @@ def test_a_killed_rank_and_a_signal_to_the_driver(cluster, two_ranks, tmp_path):
     os.kill(child, signal.SIGKILL)
     driver.says("SIGKILL")
     took("a rank's SIGKILL: Ray starts all again after", time.monotonic() - began)
-    driver.says("Goes on from")
+    driver.says("Resumes from")
     took("and they go on after", time.monotonic() - began)
     comes_to(tmp_path, 30, driver)
     os.kill(driver.pid, signal.SIGTERM)
@@ -118,7 +118,7 @@ def test_a_host_is_lost_and_comes_back(cluster, two_ranks, tmp_path):
     driver.says("rank ")
     driver.says("Ray starts the workers again (failure 1 of 3)")
     cluster.start_node(1)
-    driver.says("Goes on from")
+    driver.says("Resumes from")
     (tmp_path / "hurry").touch()
     assert driver.code() == 0, driver.output()
     assert_same(tmp_path, two_ranks)
@@ -132,7 +132,7 @@ def test_a_host_is_taken_away_with_notice(cluster, two_ranks, tmp_path):
     driver.says("Stopped by SIGTERM after step")
     driver.says("h2 is taken away")
     driver.says("2 workers on h1 x 2")
-    driver.says("Goes on from")
+    driver.says("Resumes from")
     (tmp_path / "hurry").touch()
     assert driver.code() == 0, driver.output()
     assert_same(tmp_path, two_ranks)
@@ -150,12 +150,12 @@ def test_a_run_shrinks_when_a_host_is_lost_and_grows_when_it_is_back(alone, clus
     cluster.lose(1)
     driver.says("rank 0 on h2 is lost: " if "2 workers on h2" in before else "rank 1 on h2 is lost: ")
     driver.says("Ray: 1 worker on h1", after=before)
-    driver.says("Goes on from", after=before)
+    driver.says("Resumes from", after=before)
     took("a lost host: on with one worker after", time.monotonic() - began)
     before, began = driver.output(), time.monotonic()
     cluster.start_node(1)
     driver.says("Ray: 2 workers on ", seconds=240, after=before)
-    driver.says("Goes on from", after=before)
+    driver.says("Resumes from", after=before)
     took("it is back: on with two workers after", time.monotonic() - began)
     (tmp_path / "hurry").touch()
     assert driver.code() == 0, driver.output()
@@ -176,7 +176,7 @@ def test_a_search_whose_metric_is_wrong_is_refused_by_name(cluster, tmp_path):
 
 
 def test_a_search_with_a_trial_that_is_killed(cluster, tmp_path):
-    """Four trials, two at a time. The second one is killed, and goes on from its checkpoint; where ASHA stops it then, it goes
+    """Four trials, two at a time. The second one is killed, and resumes from its checkpoint; where ASHA stops it then, it goes
     on without Ray to the same bits as one that nothing happened to. The key of a service goes to the trials, and into no file.
     """
     (tmp_path / "sweep.yaml").write_text(json.dumps(SWEEP))
@@ -189,7 +189,7 @@ def test_a_search_with_a_trial_that_is_killed(cluster, tmp_path):
     assert f"WANDB_API_KEY={key}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
     os.kill(child, signal.SIGKILL)
     log = tmp_path / "lightning_logs/it-2/log.txt"
-    wait_until(lambda: "Goes on from" in log.read_text(), 150, driver.output)
+    wait_until(lambda: "Resumes from" in log.read_text(), 150, driver.output)
     (tmp_path / "hurry").touch()
     assert driver.code(400) == 0, driver.output()
     ends = [f"it-{number}  ends after step" for number in (1, 2, 3, 4)]

@@ -103,7 +103,7 @@ def test_a_job_array_trains_a_sweep_and_a_task_that_is_put_back_goes_on_with_its
     (tmp_path / "hurry").touch()
     wait_until(lambda: all(slurm.job(f"{job}_{task}")["JobState"] == "COMPLETED" for task in (1, 2)), 150, why)
     assert "Trial: --model.optimizer.init_args.lr=0.02 --seed_everything=5" in (tmp_path / "2.log").read_text()
-    assert (tmp_path / "2.log").read_text().count("Goes on from") == 1, why()
+    assert (tmp_path / "2.log").read_text().count("Resumes from") == 1, why()
     by_hand = forked(
         tmp_path, *FIT, "--trainer.threads=1", "--run=by-hand", "--model.optimizer.init_args.lr=0.02", "--seed_everything=5"
     )
@@ -148,7 +148,7 @@ def test_a_job_is_put_back_by_its_time_limit_by_preemption_and_by_a_lost_node(al
     assert "A checkpoint takes 3 s, and after a signal this job has 2 s: it would be cut short." in log.read_text()
     slurm.lose_node(1)
     trains(3, "n[1,3]", after="a lost node")
-    assert log.read_text().count("Goes on from") == 3
+    assert log.read_text().count("Resumes from") == 3
     (tmp_path / "hurry").touch()
     wait_until(lambda: state()[0] != "RUNNING", 120, why)
     wait_until(lambda: state()[0] == "COMPLETED", 10, why)

@@ -127,7 +127,7 @@ def test_a_fit_of_ranks_that_differ_does_not_start(hosts, tmp_path):
 
 @pytest.mark.faults
 def test_only_rank_0_has_the_folder(alone, hosts, tmp_path):
-    """It is so configured, and the run is stopped: the other host gets the checkpoint to go on from by the network."""
+    """It is so configured, and the run is stopped: the other host gets the checkpoint to resume from by the network."""
     (tmp_path / "own").mkdir()
     (tmp_path / "lightning_logs").mkdir()
     apart = hosts[1].seeing(tmp_path / "own", tmp_path / "lightning_logs")
@@ -135,7 +135,7 @@ def test_only_rank_0_has_the_folder(alone, hosts, tmp_path):
     words = (*FIT, "--run=it", "--trainer.shared_folder=false", f"--trainer.callbacks={json.dumps([stop])}")
     for expected in (143, 0):
         assert on([hosts[0], apart], tmp_path, *words)[0] == [expected] * 2, said(tmp_path, "h1") + said(tmp_path, "h2")
-    assert "Goes on from" in said(tmp_path, "h1")
+    assert "Resumes from" in said(tmp_path, "h1")
     assert not list((tmp_path / "own").rglob("*.ckpt"))
     assert_same_curve(tmp_path, alone)
 

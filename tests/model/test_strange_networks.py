@@ -71,7 +71,7 @@ def test_a_number_of_classes_that_is_stated_twice_and_differs_is_said_at_once(qu
 
 
 def test_lbfgs_and_pruning_find_weights_in_one_row(tmp_path):
-    """Without checkpoints: a run could not go on from one, as the network is another after pruning."""
+    """Without checkpoints: a run could not resume from one, as the network is another after pruning."""
     lbfgs = partial(torch.optim.LBFGS, lr=0.1, max_iter=3)
     for callbacks, settings in (([Half()], {}), ([], {"optimizer": lbfgs})):
         network = Plain()
@@ -113,7 +113,7 @@ def test_a_network_begins_with_the_weights_of_another_project(quick, weights):
     assert run.output.count("What did not fit") == 1
     assert torch.equal(first_weights(run.folder), torch.full((8, 3, 3, 3), 0.25))
 
-    # What was begun goes on from its own checkpoint, and needs the file no more.
+    # What was begun resumes from its own checkpoint, and needs the file no more.
     weights.unlink()
     again = quick(*RUN, *words, "--model.init_prefix=module.", *STILL, "--trainer.max_steps=2", ranks=3)
     assert again.code == 0, again.output
@@ -195,7 +195,7 @@ def test_a_function_is_a_dataset(quick):
     assert (run.folder / "lightning_logs/it/checkpoints/step-000000003.ckpt").exists()
     again = quick(*words, f"--data.source={json.dumps(source)}", "--run=it", "--trainer.max_steps=7", ranks=3)
     assert again.code == 0, again.output
-    assert "Goes on from" in again.output or "Takes up" in again.output
+    assert "Resumes from" in again.output or "Takes up" in again.output
     assert (run.folder / "lightning_logs/it/checkpoints/step-000000007.ckpt").exists()
     validated = quick(
         "validate",

@@ -114,7 +114,7 @@ def test_a_killed_run_resumes_to_the_same_bits(
     assert killed.code not in (0, 1), killed.output
     resumed = train(folder, name, kill, ranks=ranks)
     assert resumed.code == 0, resumed.output
-    assert "Goes on from" in resumed.output
+    assert "Resumes from" in resumed.output
     ours, theirs = final(resumed.folder), final(uninterrupted)
     assert ours.keys() == theirs.keys()
     assert [part for part in ours if not same(ours[part], theirs[part])] == []

@@ -250,7 +250,7 @@ def test_a_full_disk_stops_nothing_and_breaks_nothing(quick, small_disk, ranks):
     assert [path.name for path in checkpoints.glob("*.ckpt")] == ["step-000000003.ckpt"]
     again = quick(*FIT, f"--trainer.default_root_dir={small_disk}")
     assert again.code == 0, again.output
-    assert "Goes on from" in again.output
+    assert "Resumes from" in again.output
 
 
 def test_a_folder_that_disappears_is_made_again(quick, tmp_path):

@@ -98,7 +98,7 @@ def test_struck_and_resumed_on_as_many_ranks(uninterrupted, quick, tmp_path, ran
     assert checkpoint(tmp_path).is_dir()
     resumed = quick(*FIT, SHARDED, fault, ranks=ranks)
     assert resumed.code == 0, resumed.output
-    assert "Goes on from" in resumed.output
+    assert "Resumes from" in resumed.output
     assert_same(tmp_path, uninterrupted(ranks))
 
 

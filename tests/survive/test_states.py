@@ -1,4 +1,4 @@
-"""States that users have where they like: a resumed run goes on with all of them, or says which it can't have."""
+"""States that users have where they like: a resumed run continues with all of them, or says which it can't have."""
 
 import itertools
 import logging

@@ -62,7 +62,7 @@ def test_a_cosine_without_an_end_is_refused(quick):
 
 
 def test_out_of_time(quick, tmp_path):
-    """It says so, saves, and goes on with more of it: the curve is that of a run which had all the time there is."""
+    """It says so, saves, and continues with more of it: the curve is that of a run which had all the time there is."""
     up = "--trainer.callbacks=" + json.dumps([{"class_path": "tests.probes.TimeIsUp", "init_args": {"step": 6}}])
     words = ("--trainer.max_time=00:01:00:00", up)
     stopped = fit(quick, *words)

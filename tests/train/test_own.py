@@ -135,7 +135,7 @@ def test_a_run_that_was_killed_goes_on(folders, module, step, ranks):
     assert forked(killed, *words, fault, ranks=ranks).code != 0
     resumed = forked(killed, *words, fault, ranks=ranks)
     assert resumed.code == 0, resumed.output
-    assert re.search(r"Goes on from .*: epoch \d, step [1-9] of it", resumed.output), resumed.output
+    assert re.search(r"Resumes from .*: epoch \d, step [1-9] of it", resumed.output), resumed.output
     ours, theirs = newest(killed), newest(whole)
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "position"):
         assert same(ours[part], theirs[part]), part

@@ -253,7 +253,7 @@ def test_a_folder_that_can_not_be_written_ends_no_training(tmp_path, caplog):
     trained(tmp_path, BoringModel(), max_steps=30)
     said = [record.getMessage() for record in caplog.records if "Fingerprints" in record.getMessage()]
     assert len(said) == 1
-    assert "Training goes on" in said[0]
+    assert "Training continues" in said[0]
 
 
 def test_it_is_a_callback_that_can_be_copied():

@@ -256,5 +256,5 @@ def test_where_nothing_can_be_recorded_the_asker_is_told(quick, tmp_path):
     broken = "--trainer.callbacks=tests.watch.plugged.NoProfiler"
     run = quick("fit", DDP, *TINY, "--trainer.max_steps=10", "--profile.step=5", "--run=it", broken, ranks=2)
     assert run.code == 0, run.output
-    assert run.output.count("The steps can't be recorded: not for you. Training goes on.") == 2  # a warning, and the table
+    assert run.output.count("The steps can't be recorded: not for you. Training continues.") == 2  # a warning, and the table
     assert names(tmp_path / "lightning_logs/it") == ["step-000000006-rank0.txt"]

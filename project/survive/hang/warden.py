@@ -379,7 +379,7 @@ class WatchedRank:
         if OOM_KILL not in text or "life" not in self.facts:
             return text
         newest = sorted(Path(self.facts["life"]).parent.glob("checkpoints/step-*.ckpt"))[-1:]
-        saved = f"Then it goes on from {newest[0]}." if newest else "There is no checkpoint yet: it will begin anew."
+        saved = f"Then it resumes from {newest[0]}." if newest else "There is no checkpoint yet: it will begin anew."
         return f"{text} {TO_LOWER} {saved}"
 
     def _print(self, text: str) -> None:
