@@ -271,6 +271,8 @@ def test_a_run_that_learns_nothing_is_told_so():
     assert did_not_learn(learned([2.3, 2.4] * 5 + [math.nan])).endswith("\u2192 nan")
     assert not did_not_learn(learned(leap)), "at once"
     assert not did_not_learn(learned([2.3 + value - step / 200 for step, value in enumerate(noise)])), "slowly"
+    noisy = [3.8, 3.6, 5.4, 2.4, 3.0, 0.8, 4.1, 0.6, 2.0, 0.9]
+    assert not did_not_learn(learned(noisy)), "it may have"
     assert not did_not_learn(learned([2.3] * 7)), "too little is known"
     assert not did_not_learn(learned([2.3] * 50, **{"val/acc": learned(range(50)).curves["train/loss"]}))
     assert "It did not learn: train/loss 2.3" in page(learned([2.3] * 50))

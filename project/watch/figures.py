@@ -21,6 +21,7 @@ _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _RATE = re.compile(r"(.*[/_])?(lr|learning_rate)(-(?!.*(momentum|weight_decay)).*)?")
 _TRAIN_LOSS = ("train/loss", "train/loss_step", "train_loss", "train_loss_step", "loss")
 _BLOCKS, _JUDGED_FROM = 10, 8  # of a curve, whose means are compared; and points, of fewer of which nothing is judged
+_MUCH = 0.2  # share by which the second half is better: that is not called no improvement, however large the noise
 _BEYOND, _LEAST = 4.0, 0.002  # deviations of such a mean, and share of the first one, that are no improvement yet
 _CHOSEN_BY = ("optimizer", "lr_scheduler", "lr_scaling", "lr_reference_batch", "label_smoothing")
 """The keys of a model that do not change how much it computes."""
@@ -109,9 +110,12 @@ def did_not_learn(history: History) -> str:
 
 
 def _improved(values: Sequence[float]) -> bool:
-    """Returns whether values, of which higher ones are better, rise above their start by more than noise. The noise is the
-    median of what they differ by from one to the next, which a trend, or a leap, hardly changes.
+    """Returns whether values, of which higher ones are better, rise above their start by more than noise, or so far that it
+    may be more. The noise is the median of what they differ by from one to the next, which a trend, or a leap, hardly changes.
     """
+    first, second = (median(half) for half in (values[: len(values) // 2], values[len(values) // 2 :]))
+    if second - first > _MUCH * abs(first):
+        return True
     size = max(1, len(values) // _BLOCKS)
     means = [fmean(values[at : at + size]) for at in range(0, len(values) - size + 1, size)]
     noise = 1.05 * median(abs(after - before) for before, after in pairwise(values))  # as a standard deviation
