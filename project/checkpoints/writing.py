@@ -41,13 +41,14 @@ from project.checkpoints.reading import (
     delete,
     manifest_at,
     manifest_of,
+    memory_folder,
     part_problem,
     put_aside,
     read_manifest,
     sha256_of,
 )
 from project.cluster.group import Group
-from project.cluster.place import host
+from project.cluster.place import host, shared_memory
 from project.errors import UserError
 from project.parts import WHOLE, Parted, Stored, part_name
 from project.plain_values import load, plain_values
@@ -168,6 +169,20 @@ def free_name(path: Path, folder: bool) -> Path:
     return name
 
 
+def check_room(folder: Path, own: Split, ranks: int = 1) -> None:
+    """Raises an OSError where a state in memory would take more than half of what is free there."""
+    if folder != memory_folder():
+        return
+    tensors: list[Tensor] = []
+    apply_to_collection([own.marked, own.slices], Tensor, tensors.append)
+    needed = ranks * sum(tensor.nbytes for tensor in tensors)
+    if needed > shutil.disk_usage(folder).free // 2:
+        raise OSError(
+            f"its {needed >> 20:,} MiB are more than half of what is free in {shared_memory()}, which loader processes "
+            "need, too. HINT: recover.every_n_steps=null, or a larger /dev/shm"
+        )
+
+
 class FileWriter:
     """Writes a checkpoint as a file."""
 
@@ -178,6 +193,7 @@ class FileWriter:
         """Writes a checkpoint, whole and verified, and returns its path and size; the first is loaded as a resumed run does."""
         make_folder(path.parent)
         check(own.marked)
+        check_room(path.parent, own)
         path = free_name(path, folder=False)
         size = write(path, own.marked, manifest)
         if not self._read_back:
@@ -275,6 +291,7 @@ class ShardWriters:
     def _write_own_files(self, staging: Path, name: str, own: Split) -> dict[str, Entry]:
         """Writes this rank's files, and returns their entries of the manifest."""
         contents: dict[str, StateDict] = {}
+        check_room(staging.parent, own, self._ranks)
         if self._rank == 0:
             check(own.marked)
             contents[WHOLE] = {"name": name, "ranks": self._ranks, "checkpoint": own.marked}
@@ -340,6 +357,7 @@ class MemoryWriter:
         self._writes = trainer.is_global_zero or self._shards is not None
         self._thread = ThreadPoolExecutor(1, "memory")
         self._pending: Future[None] | None = None
+        self._failed = ""
 
     def save(self, step: int, own: Split, manifest: Manifest) -> None:
         """Begins to write a state, when the one before has been written."""
@@ -359,8 +377,11 @@ class MemoryWriter:
             if manifest:  # rank 0's
                 for path in checkpoints_in(self._folder)[:-_KEPT]:
                     remove(path)
+            self._failed = ""
         except Exception as error:
-            log.warning("The state of step %d is not kept in memory: %s. Training continues.", step, cause(error))
+            if (failed := cause(error)) != self._failed:
+                log.warning("The state of step %d is not kept in memory: %s. Training continues.", step, failed)
+            self._failed = failed
 
 
 # Removal -------------------------------------------------------------------------------------------------------------

@@ -12,14 +12,16 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from project.checkpoints import reading
 from project.checkpoints.callback import Checkpoints
-from project.checkpoints.reading import Verification, checkpoints_in, newest_good, read_manifest
-from project.checkpoints.writing import clean_up, write
+from project.checkpoints.reading import Verification, checkpoints_in, newest_good, read_manifest, step_of
+from project.checkpoints.writing import FileWriter, MemoryWriter, clean_up, write
+from project.cluster.place import MEMORY
 from project.errors import FaultError
 from project.plain_values import load
 from project.runs import weights
@@ -251,6 +253,19 @@ def test_a_full_disk_stops_nothing_and_breaks_nothing(quick, small_disk, ranks):
     again = quick(*FIT, f"--trainer.default_root_dir={small_disk}")
     assert again.code == 0, again.output
     assert "Resumes from" in again.output
+
+
+def test_a_state_in_memory_leaves_room_for_loader_processes(small_disk, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv(MEMORY, str(small_disk))
+    large, small = (Split({"weights": torch.zeros(count)}, {}) for count in (150_000, 50_000))
+    FileWriter().write(tmp_path / "step-000000001.ckpt", large, {})
+    writer = MemoryWriter(small_disk, SimpleNamespace(is_global_zero=True, strategy=None))
+    for step, own in enumerate((small, large, large, small), 1):
+        writer.save(step, own, {"step": step})
+    writer.close()
+    assert [step_of(path) for path in checkpoints_in(small_disk)] == [1, 4]
+    assert len(caplog.records) == 1, "one line for each cause"
+    assert "The state of step 2 is not kept in memory: its 0 MiB are more than half of what is free in" in caplog.text
 
 
 def test_a_folder_that_disappears_is_made_again(quick, tmp_path):
