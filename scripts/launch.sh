@@ -47,6 +47,7 @@ least=${NNODES%:*} most=${NNODES#*:}
 [ "$least" -ge 1 ] || fail "NNODES must be at least 1."
 [ "$least" -le "$most" ] || fail "NNODES=$NNODES: its first number, the least, is greater than the other."
 if [ -n "$elastic" ]; then
+  export PROJECT_NODES=$NNODES  # each of these numbers has to make the global batch
   [ -n "${MASTER_ADDR:-}" ] || fail "NNODES=$NNODES, and MASTER_ADDR is not set. HINT: the name or address of a node that stays."
   [ -n "${RUN_ID:-}" ] || [[ " $* " == *" --run"[=\ ]* ]] ||
     fail "NNODES=$NNODES, and RUN_ID is not set. HINT: a name for this run, the same on all nodes: RUN_ID=$(date +%Y%m%d-%H%M)"

@@ -1,5 +1,6 @@
 """Computes the accumulation: micro-batch x ranks x accumulation = global batch."""
 
+import os
 from typing import Literal
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -42,6 +43,19 @@ def accumulation(global_batch: int | None, micro_batch: int, ranks: int, wanted:
             f"HINT: set trainer.accumulate_grad_batches=auto, or leave out {name}."
         )
     return count
+
+
+def check_elastic(global_batch: int | None, micro_batch: int, ranks: int, where: str) -> None:
+    """Raises an error where a number of nodes that scripts/launch.sh may start again with, as when one is lost or comes back,
+    can't make the global batch: the run would end hours later, when it is met. `ranks`: those of now.
+    """
+    least, _, most = (nodes := os.environ.get("PROJECT_NODES", "")).partition(":")
+    now = int(os.environ.get("GROUP_WORLD_SIZE", "0"))
+    for count in range(int(least), int(most) + 1) if nodes and now else ():
+        try:
+            accumulation(global_batch, micro_batch, ranks * count // now, "auto", where)
+        except UserError as error:
+            raise UserError(f"NNODES={nodes} may start this run on {count} node(s), and {error}") from None
 
 
 def _cluster_config(name: str, at_once: int) -> str:

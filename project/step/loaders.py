@@ -19,7 +19,7 @@ from project.data.self_dealing import Dealing, SelfDealing
 from project.data.worker_signals import with_signals
 from project.errors import UserError, as_user_error
 from project.step.batch_norm_layers import normalises_batches
-from project.step.batching import accumulates_by_epoch, accumulation
+from project.step.batching import accumulates_by_epoch, accumulation, check_elastic
 from project.step.chance import Moments, run_seed
 from project.step.data_ranks import data_ranks
 from project.typed import Stateful, TypedTrainer, typed
@@ -170,6 +170,7 @@ class Loaders(_DataConnector):
         if trainer.training:
             size, global_batch = data.batch_sizes()
             where = "data.global_batch_size data.batch_size"
+            check_elastic(global_batch, size, ranks.count, where)
             count = accumulation(global_batch, size, ranks.count, self.configured_accumulation, where)
             self._accumulate(count, size * ranks.count * count)
             self._accumulation_is_set = True
@@ -298,6 +299,7 @@ class Loaders(_DataConnector):
             return
         keys = "trainer.global_batch_size batch_size"
         ranks = data_ranks(trainer).count
+        check_elastic(self.global_batch, size, ranks, keys)
         count = accumulation(self.global_batch, size, ranks, self.configured_accumulation, keys)
         if count > 1 and not trainer.lightning_module.automatic_optimization:
             raise UserError(

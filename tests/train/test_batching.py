@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from project import Trainer
 from project.errors import UserError
 from project.step import loaders
-from project.step.batching import accumulation
+from project.step.batching import accumulation, check_elastic
 
 KEYS = "data.global_batch_size data.batch_size"
 
@@ -44,6 +44,17 @@ def test_a_refusal_names_the_config_for_clusters_where_it_fits(keys: str, ranks:
         accumulation(128, 16, ranks, "auto", keys)
     assert (f"{config} takes 1 to 64 ranks" in str(refusal.value)) == fits
     assert [accumulation(1024, 16, 2**power, "auto", keys) for power in range(7)] == [64, 32, 16, 8, 4, 2, 1]
+
+
+def test_a_number_of_nodes_that_may_come_is_refused_before_it_comes(monkeypatch):
+    check_elastic(128, 4, 8, KEYS)
+    monkeypatch.setenv("PROJECT_NODES", "1:4")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    check_elastic(96, 1, 8, KEYS)
+    with pytest.raises(
+        UserError, match=r"NNODES=1:4 may start this run on 3 node\(s\), and 12 rank\(s\) .* a global batch of 128"
+    ):
+        check_elastic(128, 4, 8, KEYS)
 
 
 @pytest.mark.parametrize("module", [BoringModel, ManualOptimBoringModel])
