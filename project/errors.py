@@ -1,6 +1,6 @@
 """The errors that a user can mend, and the exit codes that tell what to do next."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 WRONG = 2
 """A configuration that can't work, which is as wrong the next time: no launcher starts it again."""
@@ -35,7 +35,7 @@ class Cause:
     text: str
     where: str = ""
     """File and line of the user's code that raised the error."""
-    traceback: str = ""
+    traceback: str = field(default="", compare=False)  # which gets longer on its way up
 
     @property
     def whole(self) -> str:

@@ -67,4 +67,5 @@ def test_what_one_rank_refuses_ends_the_program_as_where_all_do(quick: Cli) -> N
     done = quick("fit", "--model=tests.survive.broken.Refused", *FIT[1:], "--trainer.devices=2", "--run=it")
     assert done.code == 2, done.output
     assert "ERROR   [rank 1, " in done.output
+    assert " Run: " not in done.output
     assert not (done.folder / "lightning_logs").exists(), "a run that was refused leaves no folder"

@@ -119,9 +119,11 @@ def test_a_run_without_a_folder_gets_one_of_its_own(tmp_path, monkeypatch):
     assert [one.name for one in tmp_path.iterdir()] == ["lightning_logs"]
 
 
-def test_last_is_the_newest_checkpoint_of_the_folder(tmp_path):
+def test_last_is_the_newest_checkpoint_of_the_folder(tmp_path, caplog):
     """Of a program that was started again; a damaged one is passed over."""
     trainer(tmp_path).fit(BoringModel(), ckpt_path="last")  # nothing to resume from yet
+    assert caplog.text.count(f"There is no checkpoint in {tmp_path}: the run begins at its beginning.") == 1
+    assert "last checkpoint" not in caplog.text, "Lightning's words"
     checkpoints = sorted((tmp_path / "checkpoints").glob("*.ckpt"))
     assert [one.name for one in checkpoints] == ["step-000000004.ckpt"]
     (tmp_path / "checkpoints/step-000000009.ckpt").write_bytes(b"cut short")

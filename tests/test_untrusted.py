@@ -39,6 +39,7 @@ MALFORMED = {
     "a tag": "a: !!python/object/apply:os.system ['touch ran']",
     "two documents": "a: 1\n---\nb: 2",
     "a tab": "a:\n\t- b",
+    "a key that stands twice": "a: {c: 1}\nb: {c: 1, d: 2, c: 3}",
     "an unknown alias": "a: *b",
 }
 
@@ -53,6 +54,20 @@ def test_a_malformed_config_is_an_error_that_names_it(tmp_path, name):
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=r"mine\.yaml"):
         read(path)
+
+
+def test_a_key_that_stands_twice_is_named_with_its_line(tmp_path):
+    (tmp_path / "mine.yaml").write_text("trainer:\n  max_epochs: 1\n  threads: 1\n  max_epochs: 2\n")
+    with pytest.raises(UserError, match=r"mine\.yaml, line 4, column 3: .*: the key max_epochs is there twice"):
+        read(tmp_path / "mine.yaml")
+
+
+@pytest.mark.parametrize("content", ["", "# a: 1\n", "{}"])
+def test_an_empty_config_is_without_keys(tmp_path, content):
+    (tmp_path / "empty.yaml").write_text(content)
+    (tmp_path / "mine.yaml").write_text("base: empty.yaml\na: 1")
+    assert read(tmp_path / "empty.yaml") == []
+    assert read(tmp_path / "mine.yaml") == [{"base": "empty.yaml", "a": 1}]
 
 
 def test_aliases_of_a_reasonable_document_are_read():

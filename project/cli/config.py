@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import inspect
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,6 +29,8 @@ from project.masking import masked
 from project.typed import typed
 from project.untrusted import compose_yaml, printable, read_yaml, write_text
 
+log = logging.getLogger(__name__)
+
 
 class SaveConfig(Callback):
     """Writes config.yaml when training begins, and not before: it records what was trained, and runs again as it is."""
@@ -36,8 +39,13 @@ class SaveConfig(Callback):
         self.config = config
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero and self.config is not None and not typed(trainer).fast_dev_run:
-            save_config(Path(trainer.default_root_dir), self.config)
+        if not trainer.is_global_zero or self.config is None:
+            return
+        folder = Path(trainer.default_root_dir)
+        if not (folder / "config.yaml").exists():
+            log.info("Run: %s", folder)
+        if not typed(trainer).fast_dev_run:
+            save_config(folder, self.config)
 
 
 def save_config(folder: Path, config: Mapping[str, object]) -> None:

@@ -328,7 +328,8 @@ class ProjectCLI(LightningCLI):
             self._run = open_beside(root, settings.run, self._kind(), verb, launch)
         self.folder, ProjectCLI.opened = self._run.folder, self._run
         log_to(self.folder / "log.txt")
-        log.info("Run: %s", self.folder)
+        if verb in EVALUATING or (self.folder / "config.yaml").exists():  # a new run may be refused: SaveConfig names it
+            log.info("Run: %s", self.folder)
         saved = {**self.config_dump, "run": None, "resume": "auto", "change": None, "base": None}
         saved.pop("config", None)
         if verb != "fit":

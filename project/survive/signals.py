@@ -32,6 +32,8 @@ class Signals:
 
     def listen(self, *numbers: signal.Signals) -> None:
         """Notes these signals from here on, except those that our parent has switched off, as nohup does with SIGHUP."""
+        if not self._before:
+            self.noted = None  # a notebook trains again after Ctrl-C
         for number in numbers:
             if signal.getsignal(number) is signal.SIG_IGN:
                 continue

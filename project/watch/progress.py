@@ -16,7 +16,7 @@ from torch import Tensor
 
 from project.step.data_ranks import data_ranks
 from project.step.monitored import Judging, Monitoring, is_better, monitored_metrics
-from project.step.position import planned_steps
+from project.step.position import counts, planned_steps
 from project.step.state import ends_step, micro_batch
 from project.typed import callbacks_of, typed
 from project.watch.fields import GAP, Field, Importance, fitted
@@ -239,9 +239,9 @@ class Progress(ProgressBar):
 
 
 def _epoch(trainer: Trainer) -> str:
-    """Returns the epoch at hand, counted from 1 as on all screens, and of how many it is."""
-    number, most = trainer.current_epoch + 1, trainer.max_epochs or -1
-    return f"epoch {min(number, most)}/{most}" if most > 0 else f"epoch {number}"  # at the end it is one more
+    """Returns the epoch at hand or, at the end, the last one, counted from 1 as on all screens, and of how many it is."""
+    number, most = max(1, counts(trainer.fit_loop.epoch_progress.current).ready), trainer.max_epochs or -1
+    return f"epoch {number}/{most}" if most > 0 else f"epoch {number}"
 
 
 def _counted(trainer: Trainer) -> str:

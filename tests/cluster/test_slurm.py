@@ -175,13 +175,13 @@ def test_a_checkpoint_that_takes_longer_than_the_lead_does_not_end_the_job(slurm
 
 @pytest.mark.faults
 def test_a_job_that_never_comes_to_a_step_is_not_put_back_for_ever(slurm, tmp_path):
-    """SIGUSR1 in its start-up, each time."""
+    """SIGUSR1 in its start-up, each time: as it names the address, which is before it connects."""
     job = slurm.submit(str(ROOT / "scripts" / "slurm.sbatch"), *FIT[1:], slowly(0.2), cwd=tmp_path, env=settings())
     log = tmp_path / f"slurm-{job}.log"
 
     why = partial(slurm.why, job, log)
     for start in range(1, 4):
-        wait_until(lambda start=start: log.exists() and log.read_text().count("Run: ") == start, 120, why)
+        wait_until(lambda start=start: log.exists() and log.read_text().count("MASTER_ADDR=") == start, 120, why)
         slurm.run("scancel", "--signal=USR1", job)
     wait_until(lambda: slurm.job(job)["JobState"] == "FAILED", 60, why)
     assert "is NOT put back into the queue: it was started 3 times and came to no new checkpoint" in log.read_text(), why()

@@ -67,6 +67,7 @@ def test_a_users_frames_are_shown_and_the_others_counted(quick: Cli) -> None:
     assert content["cause"] == "ZeroDivisionError: integer division or modulo by zero"
     assert re.fullmatch(r".*test_cause\.py, line \d+, in divided", content["where"])
     assert content["traceback"].rstrip().endswith("by zero")
+    assert run.output.count(" Run: ") == (run.runs[0] / "life.jsonl").read_text().count('"event": "stop"') == 1
     whole = quick(*FIT, "--run=whole", "--model=tests.survive.test_cause.Broken", "--debug=true")
     assert "lightning/pytorch/trainer/" in whole.output
 
@@ -74,6 +75,7 @@ def test_a_users_frames_are_shown_and_the_others_counted(quick: Cli) -> None:
 def test_an_error_of_rank_0_names_its_rank_and_its_step(quick: Cli) -> None:
     run = quick(*FIT, "--model=tests.survive.test_cause.Broken", "--trainer.global_batch_size=8", ranks=2)
     assert run.code == 1
+    assert re.search(rf"Processes: rank 0 is \d+ on {HOST}, rank 1 is \d+ on {HOST}; \d+ thread\(s\) each\n", run.output)
     assert re.fullmatch(rf"rank [01] on {HOST} has failed: ZeroDivisionError: integer .*", summary(run)["cause"])
     assert "It failed in step 2. 1 step was done" in (run.runs[0] / "report.html").read_text()
 

@@ -6,14 +6,19 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.demos.boring_classes import BoringModel
 
+from project import Trainer
 from project.checkpoints.callback import Checkpoints
+from project.survive import failure, preemption
 from project.survive.preemption import StopTogether
 from project.survive.signals import Signals
 from tests.cluster.machine import wait_until
@@ -55,6 +60,23 @@ def test_ctrl_c_stops_with_a_checkpoint(tmp_path, who):
     newest = max((tmp_path / "lightning_logs/long/checkpoints").glob("*.ckpt"))
     checkpoint = torch.load(newest, weights_only=True)
     assert checkpoint["global_step"] == step
+
+
+def test_ctrl_c_in_a_plain_script_tells_how_to_resume(tmp_path, monkeypatch, caplog):
+    """Without logging.basicConfig Python prints warnings alone. A notebook may train again: that is no second Ctrl-C."""
+    for place in (preemption, failure):
+        monkeypatch.setattr(place, "BY_COMMAND", threading.Event())
+    pressed = LambdaCallback(on_train_batch_end=lambda *_: signal.raise_signal(signal.SIGINT))
+    settings = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 0, "enable_progress_bar": False}
+    for level in ("WARNING", "INFO"):
+        caplog.set_level(level)
+        caplog.clear()
+        trainer = Trainer(default_root_dir=tmp_path / level, accelerator="cpu", callbacks=[pressed], **settings)
+        with pytest.raises(SystemExit, match="130"):
+            trainer.fit(BoringModel())
+        (record,) = (record for record in caplog.records if record.msg.startswith("Stopped by SIGINT after step 1."))
+        assert (record.levelname, "resumes" in record.msg) == (level, level == "WARNING")
+        assert str(tmp_path / level / "checkpoints/step-000000001.ckpt") in record.msg
 
 
 @pytest.mark.slow

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -23,7 +25,7 @@ from project import Trainer
 from project.cli.watching import main as watch
 from project.watch.curves import Curves
 from project.watch.fields import Field, Importance, fitted
-from project.watch.progress import Progress
+from project.watch.progress import Progress, _epoch
 from tests.conftest import environment
 
 FIT = ("fit", "--model=tests.watch.test_progress.Named", "--run=it", "--trainer.accelerator=cpu", "--trainer.max_epochs=3")
@@ -179,6 +181,19 @@ def test_a_metric_of_an_earlier_epoch_is_marked_and_epochs_count_from_1(trained:
     marked = {match[1] for line in bar for match in re.finditer(r"(?<!best )((?:last )?recall) 0\.", line)}
     assert marked == {"last recall"}, bar
     assert not any("last perplexity" in line for line in bar), "each step logs it"
+
+
+def test_the_last_frame_shows_the_epoch_in_which_the_run_ends(tmp_path: Path) -> None:
+    shown = []
+
+    class Last(Callback):
+        def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
+            shown.append(_epoch(trainer))
+
+    for steps in (60, 80):
+        settings: dict[str, Any] = {"max_epochs": 9, "accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+        Trainer(max_steps=steps, default_root_dir=tmp_path, callbacks=[Last()], **settings).fit(Named())
+    assert shown == ["epoch 2/9", "epoch 2/9"]
 
 
 def test_warnings_have_a_colour_on_a_terminal_alone(tmp_path: Path) -> None:

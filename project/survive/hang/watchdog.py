@@ -13,7 +13,7 @@ import statistics
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO
@@ -49,6 +49,12 @@ _CAUSE_WAIT = 2.0  # seconds in which a rank that ended reports why, after its c
 _HISTORY = 50  # times of a phase that are kept
 _SHOWN = 16  # processes that a line names
 _LONGEST_TRACEBACK = 4_000  # characters, in one datagram
+
+
+def _listing(members: Sequence[Member]) -> str:
+    """Returns the process and the host of each rank, of the first ranks where there are many."""
+    shown = ", ".join(f"rank {member.rank} is {member.pid} on {member.host}" for member in members[:_SHOWN])
+    return shown + (f" and {len(members) - _SHOWN} more" if len(members) > _SHOWN else "")
 
 
 def _phase_hook(phase: str, part: int | None = None) -> Callable[..., None]:
@@ -179,9 +185,7 @@ class Watchdog(Callback):
         members, (_, secret, folder) = [member for member, _, _ in gathered], gathered[0]
         channel.set_members(members, secret)
         if self._rank == 0 and stage == "fit":
-            shown = ", ".join(f"rank {member.rank} is {member.pid} on {member.host}" for member in members[:_SHOWN])
-            more = f" and {len(members) - _SHOWN} more" if len(members) > _SHOWN else ""
-            log.info("Processes: %s%s; %d thread(s) each", shown, more, torch.get_num_threads())
+            log.info("Processes: %s; %d thread(s) each", _listing(members), torch.get_num_threads())
         self.folder = Path(folder)
         self._rank_0_answered = now = time.monotonic()
         self._heartbeats = {member.rank: (now, self._heartbeat()) for member in members}

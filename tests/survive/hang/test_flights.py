@@ -16,7 +16,7 @@ import pytest
 from project.survive.hang import flights
 from project.survive.hang.heartbeats import Flight, Heartbeat, Member, heartbeat_from_dict
 from project.survive.hang.verdict import RankAtFault, Verdict
-from project.survive.hang.watchdog import Watchdog
+from project.survive.hang.watchdog import Watchdog, _listing
 from tests.conftest import environment, forked
 
 Dump = list[dict[str, Any]]
@@ -82,6 +82,13 @@ def test_a_rank_is_named_that_has_not_entered_a_collective_of_its_group(
     assert found is not None
     assert [one.rank for one in found.at_fault] == [1]
     assert "; rank 0 is in gloo:all_reduce number 3 of [[3]] of a group of ranks 0, 1." in str(found)
+
+
+def test_the_line_of_the_processes_names_16_at_most():
+    ranks = [Member(rank, f"h{rank // 8}", "a machine", 100 + rank, "1", ("", 0), "") for rank in range(64)]
+    assert _listing(ranks[:2]) == "rank 0 is 100 on h0, rank 1 is 101 on h0"
+    assert _listing(ranks[:16]).endswith("rank 15 is 115 on h1")
+    assert _listing(ranks).endswith("rank 15 is 115 on h1 and 48 more")
 
 
 def test_nobody_is_judged_before_all_have_said_how_far_they_are(monkeypatch):
