@@ -52,7 +52,7 @@ def main() -> None:
         print(help_page(sys.argv[1]), end="")
         return
     if module := (_READERS | _ENGINES).get("".join(sys.argv[1:2])):
-        if sys.argv[1] not in ("watch", "profile"):  # which has nothing else to do
+        if sys.argv[1] in ("sweep", *_ENGINES):  # the others have nothing else to do than to print
             ignore_output_errors()
         verb = partial(import_module(module).main, sys.argv[2:])
         sys.exit(ended(verb) if sys.argv[1] in _READERS else verb())

@@ -177,3 +177,15 @@ def test_a_class_that_is_another_takes_the_arguments_that_it_knows():
     assert merged["model"]["optimizer"]["init_args"] == {"lr": 0.1}
     assert choices(document()["properties"]["trainer"]["properties"]["nonfinite"]) == ["stop", "skip"]
     assert json.dumps(document())
+
+
+def test_a_reader_that_has_gone_is_no_error_and_a_full_disk_is_one(tmp_path):
+    words = [sys.executable, "-m", "project", "completion", "bash"]
+    reader, pipe = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "wb") as full, open(pipe, "wb") as gone:
+        ends = [
+            subprocess.run(words, cwd=tmp_path, env=environment(), stdout=out, stderr=-1, text=True) for out in (full, gone)
+        ]
+    assert [end.returncode for end in ends] == [2, 0]
+    assert [end.stderr for end in ends] == ["ERROR   [Errno 28] No space left on device\n", ""]

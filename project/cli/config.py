@@ -137,7 +137,7 @@ class Parser(LightningArgumentParser):
         if message.startswith("unrecognized arguments: "):
             keys = re.findall(r"--([\w.]+)", message)
             if not keys:
-                return f"{message}. HINT: a key is written --KEY VALUE, as in --trainer.max_epochs 3."
+                return f"{message}. HINT: a config is named by --config FILE, a key by --KEY VALUE."
         if keys:
             return " ".join(self._unknown(key, self._keys()) for key in keys)
         if choice := re.match(r"argument subcommand: invalid choice: '([^']+)' \(choose from (.*)\)", message):

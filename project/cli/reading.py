@@ -1,6 +1,7 @@
 """The common part of the verbs that read runs: the argument RUN, errors in a line, and exit codes. Imports nothing heavy."""
 
 import argparse
+import errno
 import os
 import re
 import shutil
@@ -23,10 +24,13 @@ def run_parser(verb: str, about: str, nargs: str | None = None) -> argparse.Argu
 def ended(verb: Callable[[], int], longest: int = 300) -> int:
     """Runs a verb, and returns its exit code, however it comes to its end. `longest`: characters of an error's cause."""
     try:
-        return verb()
+        code = verb()
+        print(end="", flush=True)
+        return code
     except (UserError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.ENOSPC) and sys.stdout is sys.__stdout__:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python tries once more to write it when it ends
         if isinstance(error, BrokenPipeError):  # nobody reads it any more
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         print(f"ERROR   {shortened(error, longest)}", file=sys.stderr)
         return WRONG
