@@ -807,6 +807,8 @@ def test_runs_side_by_side_are_sorted_hidden_and_pointed_at(place, browser, tmp_
     file.write_text(compared(histories))
     drawn(browser, file)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 1400
+    cut = "return [...document.querySelectorAll('.wide')].filter(box => box.scrollWidth > box.clientWidth).length"
+    assert browser.execute_script(cut) == 0, "no column lies beyond the edge"
 
     opened = browser.execute_script(
         "const part = document.querySelector('.differences'), now = name => (dispatchEvent(new Event(name)), part.open);"
