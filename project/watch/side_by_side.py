@@ -126,12 +126,12 @@ def best_first(history: History) -> tuple[bool, str, float]:
 def _common(histories: Sequence[History]) -> dict[str, str]:
     """Returns what makes runs comparable: steps, batch, seed and processes, each with the value of all, or with their range."""
     facts: dict[str, list[object]] = {
-        "state": [history.badge for history in histories],
         "steps": [history.step for history in histories],
         "global batch": [history.global_batch for history in histories],
         "seed": [history.config.get("seed_everything") for history in histories],
         "ranks": [history.lives[-1].ranks if history.lives else None for history in histories],
         "starts": [len(history.lives) for history in histories],
+        "state": [history.badge for history in histories],
     }
     return {name: _range(values) for name, values in facts.items() if any(value is not None for value in values)}
 
