@@ -39,7 +39,8 @@ class Row(NamedTuple):
 
 def compared(histories: Sequence[History], place: Path | None = None) -> str:
     """Returns the page of several runs. `place`: the folder that it is written to, from where it links to the runs' pages."""
-    tags = metrics(histories)[:_METRICS]
+    every = metrics(histories)[:_METRICS]
+    tags = [tag for tag in every if tag == every[0] or _has_column(tag, histories)]
     changes = differences(histories)
     chosen = [name for name, values in changes.items() if name not in _BY_RANKS and not any(map(_is_nested, values))][:_CHOSEN]
     x_name = "samples" if all(history.global_batch for history in histories) else "steps"
@@ -55,7 +56,7 @@ def compared(histories: Sequence[History], place: Path | None = None) -> str:
             rates[at],
             did_not_learn(history),
             [changes[name][at] for name in chosen],
-            [(history.curves[tag][-1] if tag in history.curves else None, best(history, tag)) for tag in tags],
+            [_ends(history, tag) for tag in tags],
         )
         for at, history in enumerate(histories)
     ]
@@ -69,15 +70,34 @@ def compared(histories: Sequence[History], place: Path | None = None) -> str:
         common=_common(histories),
         better=[common_direction(tag, histories) for tag in tags],
         winners=_winners(rows, tags, histories),
+        ended=len({history.badge for history in histories}) > 1,
+        moved=len({history.step for history in histories}) > 1,
         manned=len({(row.ranks, len(row.history.lives)) for row in rows}) > 1,
         efficient=any(ratio is not None for ratio in efficiency),
         rated=len({str(used) for used in rates}) > 1,
         parallel=sweep(histories, changes),
         axes=[{"name": x_name}, {"name": "hours of training"}],
         marks=[],
-        sections={"Curves": _charts(histories, [*tags, "speed/samples_per_s"], x_name)},
+        sections={"Curves": _charts(histories, [*every, "speed/samples_per_s"], x_name)},
         differences=dict([*changes.items()][:_SETTINGS]),
     )
+
+
+def _ends(history: History, tag: str) -> tuple[Point | None, Point | None]:
+    """Returns the last and the best point of a metric."""
+    return (history.curves[tag][-1] if tag in history.curves else None), best(history, tag)
+
+
+def _values(history: History, tag: str) -> tuple[float | None, ...]:
+    return tuple(point and point.value for point in _ends(history, tag))
+
+
+def _has_column(tag: str, histories: Sequence[History]) -> bool:
+    """Returns whether a metric differs between runs, and is not logged by epoch, too, in all of them: an epoch's mean has
+    less noise, and the table has room for one of both.
+    """
+    by_epoch = all(f"{tag}_epoch" in history.curves for history in histories if tag in history.curves)
+    return not by_epoch and len({_values(history, tag) for history in histories}) > 1
 
 
 def _is_nested(value: object) -> bool:
@@ -111,6 +131,7 @@ def _common(histories: Sequence[History]) -> dict[str, str]:
         "seed": [history.config.get("seed_everything") for history in histories],
         "ranks": [history.lives[-1].ranks if history.lives else None for history in histories],
         "starts": [len(history.lives) for history in histories],
+        "state": [history.badge for history in histories],
     }
     return {name: _range(values) for name, values in facts.items() if any(value is not None for value in values)}
 
