@@ -85,7 +85,7 @@ def default_kinds(progress: bool | None, checkpoints: bool | None, bare: bool) -
 def keeps_records(
     callbacks: Sequence[Callback] | Callback | None, logger: Logger | Iterable[Logger] | bool | None, checkpoints: bool | None
 ) -> bool:
-    """Returns whether this project's logger or its checkpoints are there, beside which fingerprints are of use."""
+    """Returns whether this project's logger or `Checkpoints` is active; fingerprints are useful only then."""
     others = [callback for callback in _listed(callbacks) if isinstance(callback, AnyCheckpoint)]
     saves = checkpoints is not False and all(isinstance(callback, Checkpoints) for callback in others)
     loggers = logger if isinstance(logger, (list, tuple)) else [logger]

@@ -234,7 +234,7 @@ def foreign_link(folder: Path) -> bool:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder, if there is none; an OSError where somebody else has put a link there."""
+    """Makes a folder, if there is none; raises an OSError if another user has put a link in its place."""
     if foreign_link(folder):
         raise OSError(f"{folder} is a link of another user")
     folder.mkdir(parents=True, exist_ok=True)

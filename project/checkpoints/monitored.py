@@ -64,7 +64,7 @@ def _unknown_metrics(trainer: Trainer) -> Iterator[tuple[str, str]]:
 
 
 def _needs(trainer: Trainer, callback: Callback, name: str) -> bool:
-    """Returns whether a callback can't go on without the metric that it monitors."""
+    """Returns whether a callback fails when the metric that it monitors is missing."""
     if isinstance(callback, Checkpoints):
         return name != "auto"
     if isinstance(callback, EarlyStopping):

@@ -140,7 +140,7 @@ def manifest_at(path: Path) -> Manifest:
 
 
 def check_complete(manifest: Manifest) -> None:
-    """Raises a UserError where a manifest lacks what a run that is resumed has to know."""
+    """Raises a UserError if a manifest lacks an entry that a resumed run needs."""
     lacking = {"position", "finished"} - manifest.keys() or _COUNTS - manifest["position"].keys()
     if lacking:
         raise UserError(f"its manifest has no {min(lacking)}")

@@ -203,7 +203,7 @@ class FileWriter:
 
 
 def cause(error: BaseException | None) -> str:
-    """Returns the operating system's message, if it raised the error: PyTorch's writer hides it behind an error of its own."""
+    """Returns the operating system's message, if it raised the error; PyTorch's writer wraps it in another error."""
     text = str(error)
     while error is not None:
         if isinstance(error, OSError):
@@ -348,7 +348,7 @@ def _commit(staging: Path, path: Path, manifest: Manifest) -> Path:
 
 
 class MemoryWriter:
-    """Writes the run's states into memory, beside the training."""
+    """Writes the run's states into memory in a thread, while training continues."""
 
     def __init__(self, folder: Path, trainer: Trainer) -> None:
         self._folder = folder
@@ -388,7 +388,7 @@ class MemoryWriter:
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint and its manifest. A folder is first renamed: what is there is whole, or nothing."""
+    """Removes a checkpoint and its manifest. A folder is renamed first, so no name stands for half of a checkpoint."""
     going = path
     if path.is_dir():
         going = path.with_name(f".{path.name}.gone")

@@ -14,7 +14,7 @@ _NAME, _MEANT = "pytorch_lightning", "lightning.pytorch"
 
 
 class _SameModule(Loader):
-    """Loads the module of the other name, which stays what it is."""
+    """Loads the module of the other name unchanged."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = import_module(spec.name.replace(_NAME, _MEANT, 1))
@@ -33,6 +33,6 @@ class _Finder(MetaPathFinder):
 
 
 def take_either_lightning() -> None:
-    """Lets both names mean one library, in this process from now on; what was imported before stays what it is."""
+    """Makes both names refer to one library in this process; modules imported before stay unchanged."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

@@ -43,7 +43,7 @@ def take_functions() -> None:
 
 
 def _imported(original: Original, name: str, *args: object, **kwargs: object) -> object:
-    """Returns what a class path names; an error says what is wrong with it, and what may have been meant."""
+    """Returns the object that a class path names; an error names the wrong part and suggests a name."""
     try:
         return original(name, *args, **kwargs)
     except (ImportError, AttributeError) as error:
@@ -124,7 +124,7 @@ class Refusal(BaseException):
 
     @property
     def odd_arguments(self) -> dict[str, object]:
-        """Returns the plain arguments that are not what they are by default; those that the error names, if it names any."""
+        """Returns the plain arguments that differ from their defaults; if the error names some, only those."""
         parameters: Mapping[str, inspect.Parameter] = {}
         with suppress(TypeError, ValueError):
             parameters = inspect.signature(resolve_name(self.class_path)).parameters
@@ -170,7 +170,7 @@ def _with_dict_kwargs(value: Namespace) -> Namespace:
 
 
 def _known(guest: Any) -> set[str] | None:
-    """Returns the arguments that its signature names, if there are others that nobody could find out; otherwise None."""
+    """Returns the arguments in its signature, if it also takes others that can't be determined; otherwise None."""
     try:
         parameters = inspect.signature(guest).parameters.values()
     except (TypeError, ValueError):

@@ -44,7 +44,7 @@ def _is_deeper(line: str, other: str) -> bool:
 
 
 def _expected(lines: list[str]) -> str:
-    """Returns what each type would have to be, and what the value is."""
+    """Returns the expected form of each type, and a description of the value."""
     lines = [line.strip().removeprefix("- ") for line in lines]
     value = next((line.removeprefix("Given value: ") for line in lines if line.startswith("Given value: ")), None)
     says = []

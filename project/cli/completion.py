@@ -108,7 +108,7 @@ def _keys(current: str, before: Sequence[str]) -> list[str]:
 
 
 def _values(flag: str, start: str, before: Sequence[str]) -> list[str]:
-    """Returns the values that a flag may have; none of a path, which the shell completes by itself."""
+    """Returns the values that a flag may have; for a path it returns none, because the shell completes paths."""
     if flag == "--run":
         return _runs(start)
     node = _node(flag.removeprefix("--").split("."), before)

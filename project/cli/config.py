@@ -1,4 +1,4 @@
-"""The parser: flags and configs, what is shown of them, and what is reported where they are wrong."""
+"""The parser: reads flags and configs, prints them, and reports errors in them."""
 
 import argparse
 import difflib
@@ -97,7 +97,7 @@ yaml.representer.SafeRepresenter.add_multi_representer(StrEnum, lambda dumper, v
 
 
 class Parser(LightningArgumentParser):
-    """A parser that reports what is wrong without listing every flag there is, and takes no abbreviated flags."""
+    """A parser that reports an error without listing all flags, and accepts no abbreviated flags."""
 
     configs: list[Path] = []  # noqa: RUF012, because the verbs' parsers share it: those that were named, bases first
 
@@ -255,7 +255,7 @@ def _writable(value: object) -> object:
 
 
 def _meant(name: str, known: Iterable[str]) -> str:
-    """Returns what may have been meant; else, of a class's arguments or a short section, the names that there are."""
+    """Returns a suggestion for a misspelt name; otherwise lists the keys of a class or of a short section."""
     place, _, last = name.rpartition(".")
     beside = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == place]
     if near := difflib.get_close_matches(last, beside, n=1):

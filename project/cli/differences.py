@@ -49,7 +49,7 @@ def _text(value: object) -> str:
 
 
 def read(name: str) -> Config:
-    """Returns the configuration of a YAML file, with what it stands on, or of a run."""
+    """Returns the configuration of a YAML file, including its `base`, or of a run."""
     if not name.endswith((".yaml", ".yml")) and not Path(name).is_file():
         name = str(run_folder(name, "config.yaml") / "config.yaml")
     whole: Config = {}
@@ -59,7 +59,7 @@ def read(name: str) -> Config:
 
 
 def _merged(under: Config, above: Mapping[str, object], node: Node) -> Config:
-    """Returns two configurations as one: what the second says counts."""
+    """Merges two configurations; values of the second override those of the first."""
     merged = dict(under)
     for key, value in above.items():
         inner, before = below(node, path_of(above) or path_of(under)).get(key, {}), merged.get(key)

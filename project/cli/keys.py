@@ -29,7 +29,7 @@ def document() -> Node:
 
 
 def of_verb(verb: str) -> dict[str, Node]:
-    """Returns the keys that a verb takes beside those of `fit`."""
+    """Returns the keys that a verb takes in addition to those of `fit`."""
     return dict(document()["x-verbs"].get(verb, {}).get("properties", {}))
 
 

@@ -285,7 +285,7 @@ class ProjectCLI(LightningCLI):
 
     @cached_property
     def _changed(self) -> list[str] | None:
-        """Returns the names of the settings that are not the defaults; None where they can't be told."""
+        """Returns the names of the settings that differ from their defaults; None if they can't be determined."""
         try:
             changed = self._of_verb.dump(self.config[self.subcommand], skip_default=True, skip_none=False, format="yaml")
             return [*flat(yaml.safe_load(changed) or {})]
@@ -294,7 +294,7 @@ class ProjectCLI(LightningCLI):
             return None
 
     def _loggers(self, given: object, root: Path, rank: int) -> Any:
-        """Returns TensorBoard's events, of which the report is made, and beside them the loggers that the YAML names.
+        """Returns the TensorBoard logger, whose events the report needs, and the loggers that the YAML names.
 
         The dashboard is for training: an evaluation leaves nothing there, and has runs of its own in the other loggers.
         """
@@ -309,7 +309,7 @@ class ProjectCLI(LightningCLI):
         return [Events(str(self.folder)), *named] if fit else named
 
     def _open(self, root: Path, launch: Launch) -> tuple[Path, Manifest] | None:
-        """Finds the run's folder, and the checkpoint that is wanted of it; of a fit, what it resumes from."""
+        """Finds the run's folder and the requested checkpoint; for a fit, the checkpoint to resume from."""
         settings, init = self.config[self.subcommand], self.config_init[self.subcommand]
         verb, path = str(self.subcommand), settings.get("ckpt_path")
         named = path in ("best", "last")
@@ -367,7 +367,7 @@ class ProjectCLI(LightningCLI):
             self.doctor(self.model, self.datamodule, fast=True, join_timeout=settings.trainer.join_timeout)
 
     def doctor(self, model: LightningModule, datamodule: LightningDataModule | None = None, **settings: Any) -> None:
-        """Ends the program where the cluster is not fit for the run. A run that it was not named for gets no folder."""
+        """Ends the program if the cluster is not fit for the run. Without `--run` it creates no run folder."""
         outcome = verdict(doctor(self.trainer, model, datamodule, **settings))
         if self.trainer.is_global_zero:
             beside = self.subcommand == "doctor" and self.config[self.subcommand].run is None
@@ -377,7 +377,7 @@ class ProjectCLI(LightningCLI):
             raise SystemExit(1)
 
     def manifest(self, model: LightningModule, datamodule: LightningDataModule | None = None, **settings: Any) -> None:
-        """Prints it, or writes it where it is to go."""
+        """Prints the manifest, or writes it to the requested file."""
         words, configs = command(sys.argv[2:])
         run = self.config[self.subcommand].run or self._kind()
         text = manifest(self.trainer, model, datamodule, **settings, run=run, words=words, configs=configs)

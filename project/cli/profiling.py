@@ -79,7 +79,7 @@ def _tables(folder: Path) -> dict[str, float]:
 
 
 def _show(look: Look, wanted: Sequence[int], before: dict[str, float]) -> int:
-    """Shows the tables in the order of the ranks, when all are there."""
+    """Prints the tables in the order of the ranks, once all ranks have written theirs."""
     texts: dict[int, str] = {}
     first, why = float("inf"), ""
     while not why and len(texts) < len(wanted):

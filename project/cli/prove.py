@@ -93,7 +93,7 @@ def _prove(root: Path, words: Sequence[str], only: Sequence[str], file: str | No
 
 
 def _look(base: list[str], settings: Mapping[str, object]) -> list[str]:
-    """Returns the words with which a run takes its first micro-batch, whatever its batches are."""
+    """Returns the flags that make a run train on one micro-batch, for any kind of batches."""
     words = ["--trainer.max_epochs=1", "--trainer.val_check_interval=1.0"]
     if str(option(base, "--trainer.exact") or settings.get("trainer.exact")).lower() == "true":  # which needs a global batch
         return words

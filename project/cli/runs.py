@@ -1,4 +1,4 @@
-"""The verb `runs`: `python -m project runs` lists the runs of lightning_logs, and removes those that nobody needs.
+"""The verb `runs`: `python -m project runs` lists the runs in lightning_logs, and removes runs.
 
 It reads the files in the runs' folders alone, and no curves, so that a thousand runs are listed in seconds. What it removes it
 lists first, and asks; it never touches a run in training.
@@ -86,7 +86,7 @@ class Listed:
 
 
 def listed(runs: Path) -> Iterator[Listed]:
-    """Yields the runs in a folder, in the order of their names; what is no run is passed over."""
+    """Yields the runs in a folder, sorted by name; skips everything else."""
     with suppress(FileNotFoundError):
         for folder in sorted(runs.iterdir()):
             with suppress(OSError):  # it is being removed, or may not be read
@@ -256,7 +256,7 @@ def _size(size: float) -> str:
 
 
 def _clean(given: Namespace) -> int:
-    """Removes runs, when somebody has typed yes."""
+    """Removes runs after the user has typed `yes`."""
     named = bool(given.names or given.state or given.older is not None)
     runs = [run for run in _matching(given) if _may_go(run) and (run.disposable or (named and run.ranks is not None))]
     if not runs:
@@ -280,7 +280,7 @@ def _may_go(run: Listed) -> bool:
 
 
 def _remove(folder: Path) -> str:
-    """Removes a run's folder, unless somebody has begun to train in it since it was listed; returns what was done."""
+    """Removes a run's folder, unless training in it has begun since it was listed; returns a line that reports it."""
     if not _may_go(read_run(folder)):
         return "kept: it has shown a sign of life"
     try:

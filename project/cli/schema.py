@@ -91,7 +91,7 @@ class _Parsers(ProjectCLI):
 
 
 def document() -> Schema:
-    """Returns the schema of a YAML for `fit`, whose keys the other verbs take, too; what is theirs alone is under `x-verbs`."""
+    """Returns the schema of a YAML for `fit`, whose keys the other verbs take, too; their further keys are under `x-verbs`."""
     plain, named = _parsers(own=False), _parsers(own=True)
     verbs = {name: part for name, part in plain["properties"].items() if "properties" in part}
     fit, others = verbs["fit"]["properties"], named["properties"]["fit"]["properties"]

@@ -93,7 +93,7 @@ class Look:
         return state, [*self._fields(life, newest), spent, *self._ending(life, state)]
 
     def _fields(self, life: Life, newest: Mapping[str, Point]) -> list[Field]:
-        """Returns how far the run is, its metrics, and how fast it is."""
+        """Returns the run's progress, metrics and speed."""
         of = life.known.get("of")
         fields = [Field(Importance.PROGRESS, f"step {life.end_step:,}/{of:,}" if of else f"step {life.end_step:,}")]
         judged = monitored_curve(life, newest)
@@ -120,7 +120,7 @@ class Look:
 
     @staticmethod
     def _ending(life: Life, state: str) -> list[Field]:
-        """Returns when the run will be over, or how it has ended."""
+        """Returns the time left and the state, or how the run has ended."""
         of, done = life.known.get("of"), life.end_step - life.step
         fields = []
         if state == "going on" and of and done > 0:  # at the pace since the last start

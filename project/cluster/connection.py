@@ -71,7 +71,7 @@ def connect_hosts(trainer: TypedTrainer, seconds: float) -> None:
 
 
 def connect_on_loopback(trainer: TypedTrainer) -> None:
-    """Connects the ranks of one host on loopback, where nothing listens to another host; by torchrun's store if that is there.
+    """Connects the ranks of one host on loopback, with no port open to other hosts; uses torchrun's store if it exists.
 
     An agent's store outlives the ranks: those that their supervisors have started again have keys of their own there.
     """

@@ -46,7 +46,7 @@ class _Bulk(Protocol):
 
 
 def whole(dataset: Dataset[object], device: torch.device, at_most: int) -> InMemory | None:
-    """Returns a whole dataset on the device, if it is there already, or is made in bulk within `at_most` bytes; else None."""
+    """Returns a whole dataset on the device, if it is on it already or can be made in bulk in `at_most` bytes; else None."""
     if isinstance(dataset, InMemory) and dataset.images.device == device:
         return dataset
     if not in_bulk(dataset):

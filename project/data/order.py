@@ -1,4 +1,4 @@
-"""The order of the samples: which one, in which micro-batch, on which rank; a pure function of (seed, epoch, position).
+"""The order of the samples: which sample, in which micro-batch, on which rank; a pure function of (seed, epoch, position).
 
 An epoch is a row of *positions* 0 .. size-1; a keyed permutation maps each to a sample. A step takes the next global batch of
 positions, cut into a fixed number of micro-batches; a rank takes whole micro-batches. So the same samples meet in the same

@@ -9,7 +9,7 @@ from project.data.order import Limit
 
 @dataclass(frozen=True)
 class Dealing:
-    """The settings of a run on which the loaders of a data module depend, besides its own."""
+    """The run's settings that the loaders of a data module depend on."""
 
     spare_cores: int = 0
     """Cores that each rank has for loader processes."""

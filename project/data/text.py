@@ -209,7 +209,7 @@ class TextData(LightningDataModule):
         return {"text": self.name}
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Checks that a resumed run has the text that it began with."""
+        """Checks that a resumed run reads the same text as before."""
         if state_dict["text"] != self.name and self.trainer is not None and self.trainer.state.fn == "fit":
             raise UserError(
                 f"The run was trained on {state_dict['text']}, and this is {self.name}. HINT: it continues with the "

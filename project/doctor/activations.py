@@ -108,7 +108,7 @@ def first_batch(module: LightningModule, data: LightningDataModule | None, dry: 
 
 
 def _first(loader: object, dry: bool) -> object:
-    """Returns the first batch of a loader, or of each one in a collection, read by a loader of its own."""
+    """Returns the first batch of a loader, or of each loader in a collection."""
     if isinstance(loader, (dict, list, tuple)):
         return apply_to_collection(loader, DataLoader, _first, dry)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):

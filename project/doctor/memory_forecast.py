@@ -221,7 +221,7 @@ class Forecaster:
         return accumulation(global_batch if size else None, size, count, configured, keys)
 
     def notes(self, *layouts: Layout) -> list[str]:
-        """Returns what there is to know about the figures."""
+        """Returns notes that explain the figures."""
         lines = [*self.unknown]
         if any(layout.waits for layout in layouts):
             lines.append(
@@ -233,7 +233,7 @@ class Forecaster:
         return lines
 
     def verdict(self, forecast: Forecast) -> tuple[bool, str]:
-        """Returns whether a device like the one here has room for a rank, and a line that says so."""
+        """Returns whether a device like this one has room for a rank, and a line with this result."""
         layout, (room, others) = forecast.layout, _room(self.device, forecast.layout.per_host)
         who = "ddp" if layout.shard is None else f"{layout.ranks:,} ranks"
         if room is None:
@@ -276,7 +276,7 @@ def _room(device: torch.device, ranks_here: int) -> tuple[int | None, str]:
 
 
 def report(trainer: TypedTrainer) -> None:
-    """Logs what each rank is about to hold, and a warning where its device has less."""
+    """Logs the memory that each rank will need, and a warning if its device has less."""
     try:
         forecaster = Forecaster(trainer, dry=False)
         layout = replace(layout_of(trainer.strategy, trainer.exact), ranks=trainer.world_size)
@@ -326,7 +326,7 @@ def dry_run(
 
 
 def _forecasts(trainer: TypedTrainer, configured: Configured, ranks: str) -> list[Forecast]:
-    """Prints the table of a dry run and what there is to say of it, and returns its rows."""
+    """Prints the table of a dry run with its notes, and returns its rows."""
     module = trainer.lightning_module
     on_meta(module.configure_model)
     on_meta(module.setup, "fit")

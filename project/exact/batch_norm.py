@@ -100,7 +100,7 @@ class _Layer:
         return self.passes
 
     def begin_backward(self) -> None:
-        """Diverts what is computed again in a backward pass, and was counted the first time, to where nobody reads."""
+        """Diverts statistics that a backward pass computes again to a buffer that is never read: they are counted already."""
         if not self._scratch:
             counter = None if self._counter is None else _PassCounter.create(lambda: None)
             self._scratch = self.mean.clone(), self.var.clone(), counter
@@ -257,7 +257,7 @@ class StepStatistics(Callback):
             self._move_statistics(self._sums, False)
 
     def _move_statistics(self, sums: Tensor, skipped: bool | Tensor) -> None:
-        """Moves the running statistics by the mean of the step. All ranks have met since it was sent: nobody waits.
+        """Moves the running statistics by the mean of the step. All ranks have met since it was sent, so no rank waits.
 
         A skipped step leaves no trace; nor does a step in a layer that none of its micro-batches went through.
         """

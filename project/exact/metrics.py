@@ -81,7 +81,7 @@ class ExactMetrics:
         """Metrics that are updated between micro-batches, with what is the same on all ranks: how often they were."""
 
     def begin(self, stage: str, where: Where) -> None:
-        """Begins a micro-batch: what is counted from now on is its own."""
+        """Begins a micro-batch: counts from here on belong to it."""
         if self._reduced:
             self._continue_counting()
         self._collect()

@@ -67,7 +67,7 @@ class ExactSum:
         return term.new_zeros(len(self._reach)).scatter_reduce(0, self._owners, term.abs(), "amax").tolist()
 
     def add(self, term: Tensor, largest: Sequence[float] | None = None) -> None:
-        """Adds a term. `largest`: `largest_of(term)`; all must be finite. The term is kept: nobody may change it."""
+        """Adds a term. `largest`: `largest_of(term)`; all must be finite. The term is kept: callers must not change it."""
         largest = self.largest_of(term) if largest is None else largest
         level = 0
         while any(most > math.ldexp(reach, level * self._width) for most, reach in zip(largest, self._reach, strict=True)):

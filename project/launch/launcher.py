@@ -259,7 +259,7 @@ def slurm_name(environment: Mapping[str, str]) -> str | None:
 
 
 def _sbatch(nodes: int, tasks: int, gpus: int = 0) -> str:
-    """Returns lines of a batch script that fit together, each on a line of its own."""
+    """Returns the matching lines of a batch script, one option on each line."""
     lines = [f"--nodes={nodes}", f"--ntasks-per-node={tasks}", *([f"--gpus-per-node={tasks}"] if gpus else [])]
     return "".join(f"\n#SBATCH {line}" for line in lines)
 

@@ -72,7 +72,7 @@ class Wanted:
 
 
 def _match(pattern: str, value: str, text: str) -> str:
-    """Returns the value if it matches; else a user is told so."""
+    """Returns the value if it matches; otherwise raises a UserError."""
     if re.fullmatch(pattern, value, re.ASCII) is None:
         raise UserError(text)
     return value

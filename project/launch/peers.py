@@ -1,4 +1,4 @@
-"""The supervisors of a run's other ranks: who lost a rank tells the first one, which has all of them start their ranks again.
+"""The supervisors of a run's other ranks: a supervisor that loses a rank notifies the first, which has all restart theirs.
 
 Where an engine starts each rank by itself (torchrun, srun), each has a supervisor of its own. The first rank's listens; on
 loopback, where the run is on one host. The ranks, once they are connected, tell their supervisors where, and a secret that

@@ -285,7 +285,7 @@ class Supervisor:
             self._early += [message] if message else []
 
     def _reap(self) -> list[Rank]:
-        """Returns the ranks that have ended. What ranks have left behind is this process's child, too, and is forgotten."""
+        """Returns the ranks that have ended. Orphans of ranks become this process's children; it reaps and ignores them."""
         alive, ended = {rank.pid: rank for rank in self._alive}, []
         with suppress(ChildProcessError):
             while (child := os.waitpid(-1, os.WNOHANG))[0]:
@@ -295,7 +295,7 @@ class Supervisor:
         return ended
 
     def _describe_loss(self, rank: Rank) -> str:
-        """Returns how a rank was lost, in a sentence; '' where it has ended by itself, or because it was asked to."""
+        """Returns how a rank was lost, in a sentence; '' if it ended normally or on request."""
         if rank.killed_by and rank.killed_by not in PASSED_ON:
             return f"rank {rank.number} on {self._host} was killed by signal {rank.killed_by}{rank.oom_kills}."
         return f"rank {rank.number} on {self._host} lost another rank." if rank.code == TRY_AGAIN else ""

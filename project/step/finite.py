@@ -1,4 +1,4 @@
-"""Checks whether gradients are finite: one look at all of them, on the device, without a wait."""
+"""Checks whether all gradients are finite, in one operation on the device, without waiting for it."""
 
 from collections.abc import Sequence
 

@@ -55,7 +55,7 @@ class Gradients:
         return nullcontext()
 
     def end_step(self) -> None:
-        """Called when all gradients of a step are there, before its update."""
+        """Called when all gradients of a step are computed, before its update."""
 
     def unscale(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         """Takes the loss scale off the gradients: a fused optimiser would do so by itself, after all that looks at them."""

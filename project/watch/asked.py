@@ -18,7 +18,7 @@ MOST = 1_000
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: how many steps are recorded, of which ranks, and whether their memory is, too."""
+    """A request to record: the number of steps, the ranks, and whether to record memory."""
 
     steps: int = 5
     ranks: Sequence[int] | None = (0,)

@@ -1,4 +1,4 @@
-"""The curves of a run: TensorBoard's events in its folder, read as data that may be damaged, or somebody else's.
+"""The curves of a run: TensorBoard's events in its folder, read as untrusted data that may be damaged.
 
 TensorBoard's own reader opens pipes, follows links, and allocates what a record claims to hold. Here only regular files of the
 folder are read, of which no record is larger than the file, and only numbers and the newest pictures are kept. Imports
@@ -172,7 +172,7 @@ class Curves:
         return {tag: points for tag, curve in self._curves.items() if (points := curve.settle())}
 
     def _records(self, name: str, file: BinaryIO) -> Iterator[bytes]:
-        """Yields the whole records; what follows a damaged one is not known."""
+        """Yields the complete records up to the first damaged one."""
         size = file.seek(0, 2)
         at = file.seek(self._done.setdefault(name, 0))
         known = self._lengths
@@ -248,7 +248,7 @@ class Curves:
                 alike.append(layout)
 
     def _take_back(self, step: int) -> None:
-        """Leaves out what a resumed run takes again: this step and later ones."""
+        """Removes the points that a resumed run repeats: this step and later ones."""
         for curve in self._curves.values():
             curve.take_back(step)
         self.pictures = {tag: picture for tag, picture in self.pictures.items() if picture.step < step}

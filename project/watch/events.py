@@ -120,7 +120,7 @@ class Events(TakesMeasurements, TensorBoardLogger):
         return [entry for entry in self._latest if entry[0] >= step]
 
     def resume_at(self, step: int, logged: Sequence[tuple[int, str, float]], starts_again: bool = True) -> None:
-        """Hides what is there from this step on: the run resumes from a checkpoint that had logged these values for it.
+        """Hides the values from this step on: the run resumes from a checkpoint that had logged these values for it.
 
         Some log a step by the number of steps before it, and some by that with it. So the next step logs under the number of
         the last one; and what its start had logged before it was saved is logged by its start again, if it `starts_again`

@@ -78,7 +78,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Taken:
-    """A step, the start that it belongs to, and the weights that it began with."""
+    """A step, with the start it belongs to and the weights before it."""
 
     record: Step
     start: Start

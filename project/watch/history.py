@@ -354,7 +354,7 @@ def _end(path: Path, most: int) -> str:
 
 
 def _is_whole(manifest: Path) -> bool:
-    """Returns whether a checkpoint is there, with its manifest."""
+    """Returns whether a checkpoint and its manifest exist."""
     with suppress(OSError, ValueError):
         return manifest.with_suffix(".ckpt").exists() and bool(read_json(manifest, follow=False))
     return False
@@ -371,7 +371,7 @@ class File(NamedTuple):
 
 
 def file_to_link(folder: Path, path: Path) -> File | None:
-    """Returns a file, or a folder, of the run's folder; None where nothing of the kind is there."""
+    """Returns a file or folder in the run's folder; None if it is neither, or does not exist."""
     with suppress(OSError):
         status = path.lstat()
         if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode):

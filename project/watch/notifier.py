@@ -1,4 +1,4 @@
-"""The process beside rank 0 that tells a webhook or a command what becomes of the run; it outlives the rank by some seconds.
+"""The process that reports a run's events to a webhook or a command; it outlives rank 0 by some seconds.
 
 It follows the run's file of starts and stops (life.jsonl), whoever writes there: rank 0, or its warden where that was killed.
 So the training waits for no network, and a rank that was killed is reported, too. `watch/notify.py` starts it without
@@ -43,7 +43,7 @@ Facts = dict[str, Any]
 
 
 class Event(NamedTuple):
-    """A line of life.jsonl that somebody may want to be told."""
+    """A line of life.jsonl that may be reported."""
 
     kind: str
     step: int | None
@@ -92,14 +92,14 @@ class Limits:
 
 
 class Notifier:
-    """Sends events to where the run's YAML says."""
+    """Sends events to the webhook or command in the run's YAML."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.limits = Limits(Path(facts["life"]).with_name(LIMITS), facts["every"])
 
     def send(self, event: Event) -> None:
-        """Sends a message, unless nobody wants it or the last one of its kind was sent a moment ago."""
+        """Sends a message, unless its kind is not selected or was sent within the last `every` seconds."""
         wanted = self.facts["on"]
         if event.kind not in wanted and not (event.kind in _FAILURES and "failure" in wanted):
             return
@@ -169,7 +169,7 @@ def _warn(text: str) -> None:
 
 
 class Watch:
-    """Follows rank 0: what it says on this process's input, and what comes to life.jsonl, from a place in it on."""
+    """Follows rank 0: reads its messages from standard input, and new lines of life.jsonl from an offset on."""
 
     def __init__(self, notifier: Notifier, life: Path, begin: int) -> None:
         self.notifier, self.life, self.at = notifier, life, begin
@@ -216,7 +216,7 @@ class Watch:
 
 
 def main() -> None:
-    """Follows the run until it has stopped, or until rank 0 has ended and nobody has recorded how."""
+    """Follows the run until it has stopped, or until rank 0 has ended without a record of the cause."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they go to the whole group; the rank's end is what counts here
     facts = json.loads(sys.stdin.buffer.readline(_LINE))

@@ -32,7 +32,7 @@ _DELIVERY = 5.0  # seconds that a run that has ended waits: in a container, the 
 
 
 class Notify(Callback):
-    """Tells somebody what becomes of a run, on rank 0. A message that can't be sent is reported, and training continues.
+    """Reports a run's events, on rank 0. A message that can't be sent is logged, and training continues.
 
     Args:
         webhook: the environment variable that holds the address of a webhook of Slack or one like it. The address itself is a
@@ -98,7 +98,7 @@ class Notify(Callback):
                 self._process.stdin.flush()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Passes on why the run has failed, for the case that it has not begun to train: then nobody writes it down."""
+        """Passes on the cause of a failure, in case the run has not begun to train: no file has a record of it then."""
         lines = str(exception).strip().splitlines() or [""]
         self._tell(masked_text(f"{type(exception).__name__}: {lines[0]}")[:_LONGEST])
 

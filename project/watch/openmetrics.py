@@ -118,7 +118,7 @@ class Metrics(Callback):
             server.server_close()
 
     def samples(self) -> Iterator[Sample]:
-        """Yields what is known now."""
+        """Yields the samples known now."""
         yield Sample("samerun_info", self._labels, 1)
         if self._latest is not None and self._trainer is not None:
             now = {"step": self._trainer.global_step, "epoch": self._trainer.current_epoch}

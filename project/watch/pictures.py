@@ -207,7 +207,7 @@ def _show_results(trainer: Trainer, evaluated: Evaluated, suffix: str) -> None:
 
 @runtime_checkable
 class NamesClasses(Protocol):
-    """Data that know what the classes are called."""
+    """Data that have names for their classes."""
 
     class_names: object
 

@@ -103,7 +103,7 @@ class Progress(ProgressBar):
             self._line = now
 
     def _draw(self, trainer: Trainer, bars: Bars) -> None:
-        """Gives the bar what fits into the terminal as it is now."""
+        """Updates the bar with the fields that fit into the terminal's current width."""
         head = [Field(Importance.EPOCH, _epoch(trainer)), Field(Importance.PROGRESS, f"step {_counted(trainer)}")]
         place = Field(Importance.BAR, "\ue000" * _BAR)  # which no other field has
         text = fitted([*head, place, *self._fields(trainer)], bars.console.width - len(GAP))  # rich pads its columns

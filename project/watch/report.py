@@ -1,4 +1,4 @@
-"""The page of a run: report.html, what it did, and why it ended. The file summary.json beside it is for programs."""
+"""The page of a run, report.html: its course and why it ended. The file summary.json next to it is for programs."""
 
 import json
 import math

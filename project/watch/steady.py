@@ -94,7 +94,7 @@ class CsvFile:
         self.metrics.append({"step": step, **{name: float(value) for name, value in metrics.items()}})
 
     def save(self) -> None:
-        """Writes what was logged to the file."""
+        """Writes the logged values to the file."""
         if not self.metrics:
             return
         new = {name for row in self.metrics for name in row} - set(self._names)

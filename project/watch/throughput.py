@@ -160,7 +160,7 @@ class Throughput(Callback):
             self._hook(*(parameter for parameter in pl_module.parameters() if parameter.requires_grad))
 
     def _hook(self, *parameters: Tensor) -> None:
-        """Hooks these parameters alone, which then report when their gradient is there."""
+        """Hooks only these parameters, which then report when their gradient is computed."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._gradient) for parameter in parameters]

@@ -35,7 +35,7 @@ def listen(signals: list[int]) -> None:
 
 
 def last_line(error: BaseException) -> str:
-    """Returns the end of an error of Ray's, which says why, 300 characters of it at most."""
+    """Returns the last line of an error from Ray, which has the cause, cut to 300 characters."""
     lines = str(error).strip().splitlines()
     return lines[-1].strip()[:300] if lines else type(error).__name__
 
@@ -69,7 +69,7 @@ def connected(address: str | None, cpus: int) -> Iterator[None]:
 
 
 def _check(address: str) -> None:
-    """Refuses an address where nobody answers: Ray would try for minutes, and not say where."""
+    """Refuses an address that does not answer: Ray would retry for minutes, and not name the address."""
     host, _, port = address.rpartition(":")
     if address in ("auto", "local"):
         return
