@@ -127,7 +127,7 @@ def restore_schedules(
         config.scheduler.load_state_dict(merged)
         if not _is_equal(merged, state):
             changed = True
-            _set_rates(config.scheduler)
+            _apply_schedule(config.scheduler)
     lrs = [group["lr"] for group in _param_groups(trainer)]
     if lrs and not any(lrs) and (left := trainer.estimated_stepping_batches - trainer.global_step) > 0:
         log.warning(
@@ -159,7 +159,7 @@ def _merge(saved: object, then: object, now: object) -> object:
     return saved if _is_equal(then, now) else now
 
 
-def _set_rates(schedule: LRScheduler) -> None:
+def _apply_schedule(schedule: LRScheduler) -> None:
     """Gives the optimiser the learning rate that a changed schedule has at this step, where the schedule can compute it."""
     compute = getattr(schedule, "_get_closed_form_lr", None)
     if compute is None and isinstance(schedule, (LambdaLR, OneCycleLR)):

@@ -16,8 +16,8 @@ _HOOKS: dict[str, Callable[..., object]] = {"fp16": fp16_compress_hook, "bf16": 
 def supported_compression(
     compression: Compression, configured_precision: str, used_precision: str
 ) -> tuple[Compression, str | None]:
-    """Returns the compression that a precision supports, and a line for the log where it is another than the one in the
-    configuration.
+    """Returns the compression to use: bf16 instead of fp16, and a line for the log, where the precision was to be 16-mixed or
+    auto and another is used. Raises a UserError where another was configured.
 
     Without the loss scaling of fp16, whatever is smaller than 6e-8 in a gradient would travel as 0, silently.
 

@@ -420,6 +420,9 @@ class Logged(_LoggerConnector):
         """Called where a run resumes within an epoch. `ExactLogged` restores what metrics have counted."""
 
     def on_batch_start(self, batch: object, dataloader_idx: int | None = None) -> None:
+        """Begins a micro-batch of training or evaluation: sets its true size, tells the results its weight and its place in
+        the step, and takes the key of an evaluated one from its loader.
+        """
         super().on_batch_start(batch, dataloader_idx)
         results = self.trainer._results
         assert results is not None

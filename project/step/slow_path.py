@@ -104,8 +104,8 @@ def restore_strategy(trainer: Trainer) -> None:
 
 
 def _weighted_backward(trainer: Trainer, backward: Callable[..., T], loss: Tensor, *args: object, **kwargs: object) -> T:
-    """Takes the place of the strategy's `backward`, which `manual_backward` calls: multiplies the loss by the micro-batch's
-    weight, and notes it.
+    """Takes the place of the strategy's `backward`, which `manual_backward` calls: notes the loss as the module gave it, and
+    multiplies it by the micro-batch's weight for the backward pass.
     """
     state = step_state(trainer)
     weight, state.loss = state.micro_batch.weight, loss.detach()

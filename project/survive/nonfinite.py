@@ -247,7 +247,7 @@ class NonFinite(Callback):
         """Reports a step that is not finite, and stops the run if it is to stop; returns whether the step is to be skipped.
         False if fp16's scale was merely too high: the scaler skips it. Called by all ranks for the same step.
         """
-        faults = _faults(trainer, step)
+        faults = _gather_faults(trainer, step)
         scaler = _gradient_scaler(trainer)
         if not faults and scaler is not None and scaler.get_scale() >= 1:  # it goes down to 0 where scaling isn't what's wrong
             self.scaled += 1
@@ -309,8 +309,10 @@ def _bad_inputs(batch: object, size: int) -> list[int]:
     return sorted(bad)
 
 
-def _faults(trainer: Trainer, step: CheckedStep) -> list[Fault]:
-    """Returns the micro-batches of all ranks whose loss is not finite. Called by all of them."""
+def _gather_faults(trainer: Trainer, step: CheckedStep) -> list[Fault]:
+    """Returns the micro-batches of a step, on all ranks, whose loss is not finite. All ranks call this together; on a GPU they
+    may do so up to two steps later.
+    """
     total = data_ranks(trainer).count * trainer.accumulate_grad_batches
     own = [
         Fault(trainer.global_rank, host(), f"{batch.key[2] + 1} of {total}", batch.samples, loss.item(), bad)
