@@ -232,7 +232,7 @@ def test_a_network_that_cannot_be_traced_is_one_line(quick, tmp_path):
 
 MISTAKES = {
     "no format": (["--run=it"], "export needs a format. HINT: --to safetensors, "),
-    "a typo in a format": (["--run=it", "--to=onx"], "to: Expected a typing.Literal['safetensors', 'onnx',"),
+    "a typo in a format": (["--run=it", "--to=onx"], "to: Expected one of 'safetensors', 'onnx',"),
     "no run": (["--to=onnx"], "export needs weights. HINT: --run NAME"),
     "a run that is not there": (["--run=nope", "--to=onnx"], "The run nope has no good checkpoint"),
     "a damaged checkpoint": (["--run=it", "--to=onnx", "--ckpt_path=short.ckpt"], "can't be read as a checkpoint"),
