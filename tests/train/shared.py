@@ -94,7 +94,7 @@ class Agree(Callback):
         groups = [everybodys[at : at + self.shared_by] for at in range(0, len(everybodys), self.shared_by)]
         if trainer.is_global_zero:
             (progress,) = (one for one in trainer.callbacks if isinstance(one, Progress))
-            progress._pause(trainer)
+            progress._pause()
             found = {
                 "whole": sorted(alike),
                 "cut": sorted(cut),
