@@ -23,7 +23,6 @@ from project.checkpoints.reading import (
     Manifest,
     check_complete,
     checkpoints_in,
-    manifest_at,
     manifest_of,
     memory_folder,
     newest_good,
@@ -31,6 +30,7 @@ from project.checkpoints.reading import (
     put_aside,
     read_manifest,
     step_of,
+    whole_manifest,
 )
 from project.cluster.settings import differing, flat, of_the_same_classes
 from project.config_files import RUNS, folder_of
@@ -389,6 +389,8 @@ def weights(folder: Path, which: str | None, monitor: str | None, mode: str) -> 
     for path in dict.fromkeys(best + ([] if which == "best" else newest)):
         try:
             read_manifest(path)
+        except FaultError:
+            raise
         except (ValueError, OSError) as error:
             log.warning("Checkpoint %s is not used: %s.", path, error)
             continue
@@ -402,6 +404,4 @@ def weights(folder: Path, which: str | None, monitor: str | None, mode: str) -> 
 
 
 def _metrics(path: Path) -> dict[str, float]:
-    with suppress(OSError, ValueError):
-        return dict(manifest_at(path).get("metrics", {}))
-    return {}
+    return dict((whole_manifest(path) or {}).get("metrics", {}))

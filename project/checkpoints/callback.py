@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from copy import deepcopy
 from datetime import datetime
 from importlib.metadata import version
@@ -16,7 +15,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from project.checkpoints.reading import Manifest, checkpoints_in, manifest_at, same_step
+from project.checkpoints.reading import Manifest, checkpoints_in, same_step, whole_manifest
 from project.checkpoints.writing import (
     FileWriter,
     Lost,
@@ -136,8 +135,8 @@ class Checkpoints(Checkpoint):
         if trainer.is_global_zero and stage == "fit" and self._folder.is_dir():
             clean_up(self._folder)
             for path in checkpoints_in(self._folder):
-                with suppress(OSError, ValueError):
-                    self._update_last_and_best(path, manifest_at(path))
+                if manifest := whole_manifest(path):
+                    self._update_last_and_best(path, manifest)
 
     def _put_other_run_aside(self) -> None:
         """Renames the folder of checkpoints: another run wrote them, which this one does not continue."""

@@ -135,8 +135,18 @@ def set_aside_as_bad(path: Path, error: Exception) -> None:
 
 def manifest_at(path: Path) -> Manifest:
     """Reads the manifest of a checkpoint and none of its files; an OSError or a ValueError names what is wrong with it."""
-    with _disk_answers(path):
+    with _disk_faults(path):
         return _check_manifest(read_json(manifest_of(path)))
+
+
+def whole_manifest(path: Path) -> Manifest | None:
+    """Returns the manifest of a checkpoint; None if it is damaged or missing, but not if the disk does not answer."""
+    try:
+        return manifest_at(path)
+    except FaultError:
+        raise
+    except (OSError, ValueError):
+        return None
 
 
 def check_complete(manifest: Manifest) -> None:
@@ -201,7 +211,7 @@ def _check_entry(entry: Content) -> None:
 
 
 @contextmanager
-def _disk_answers(path: Path) -> Iterator[None]:
+def _disk_faults(path: Path) -> Iterator[None]:
     """Raises a FaultError where a checkpoint can't be read at the moment: that tells nothing about what is in it."""
     try:
         yield
@@ -265,7 +275,7 @@ def part_problem(folder: Path, name: str, entry: Entry, content: bool = True) ->
 
 def _problem(path: Path, entry: Content, content: bool = True) -> str:
     """Returns how a file differs from what was written, or ''."""
-    with _disk_answers(path):
+    with _disk_faults(path):
         size = regular_size(path)
         if size != entry["bytes"]:
             return f"has {size} bytes instead of {entry['bytes']}"

@@ -33,9 +33,9 @@ def complaint(message: str, within: str = "") -> tuple[str, str]:
         key, text = complaint(inner, arguments)
         if key not in (within, arguments):
             return key, text
-        return within, f"{opening['name']}: {text}" if opening["name"] and not re.search(
-            rf"\b{re.escape(opening['name'])}\b", text
-        ) else text
+        name = opening["name"]
+        is_named = not name or re.search(rf"\b{re.escape(name)}\b", text)
+        return within, text if is_named else f"{name}: {text}"
     return within, _expected(lines)
 
 

@@ -51,6 +51,8 @@ def _manifest(checkpoint: Path) -> Manifest:
         return {}
     try:
         return read_manifest(checkpoint)
+    except FaultError:
+        raise
     except (ValueError, OSError) as error:
         raise UserError(f"Checkpoint {checkpoint} can't be used: {error}. HINT: take an older one.") from error
 

@@ -301,14 +301,14 @@ def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
 
 
 def newest_run(
-    folder: Path, lives: list[Life], curves: Mapping[str, Sequence[Point]]
+    folder: Path, lives: list[Life], curves: dict[str, list[Point]]
 ) -> tuple[int, list[Life], dict[str, list[Point]]]:
     """Returns how many starts of earlier runs a folder has, and the lives and the curves of its newest run. Only Python gives
     one folder (`default_root_dir`) to several runs: each of its fits that begins at step 0 is another one.
     """
     begins = [at for at in range(1, len(lives)) if lives[at].step == 0 < lives[at - 1].end_step]
     if not begins or (folder / "config.yaml").exists():
-        return 0, lives, {tag: [*points] for tag, points in curves.items()}
+        return 0, lives, curves
     since = lives[begins[-1]].time
     known = {tag: [point for point in points if point.time >= since] for tag, points in curves.items()}
     return begins[-1], lives[begins[-1] :], {tag: points for tag, points in known.items() if points}

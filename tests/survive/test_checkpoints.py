@@ -102,6 +102,9 @@ def test_a_content_that_can_not_be_read_now_sets_nothing_aside(tmp_path, monkeyp
         newest.mkdir()
         (tmp_path / "whole.pt").rename(newest / "whole.pt")
     assert newest_good(tmp_path)[0] == newest
+    folder = tmp_path / "run"
+    (tmp_path / "run").mkdir()
+    (folder / "checkpoints").symlink_to(tmp_path)
 
     def stale(path, follow=True):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
@@ -109,6 +112,8 @@ def test_a_content_that_can_not_be_read_now_sets_nothing_aside(tmp_path, monkeyp
     monkeypatch.setattr(reading, "open_to_read", stale)
     with pytest.raises(FaultError, match=r"step-000000002\.ckpt.* can't be read: .*Stale file handle"):
         newest_good(tmp_path)
+    with pytest.raises(FaultError, match="Stale file handle"):
+        weights(folder, None, None, "min")  # no other weights in their place
     assert len(checkpoints_in(tmp_path)) == 2
 
 
