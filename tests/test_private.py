@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 from tests.conftest import ROOT
 
@@ -75,6 +76,16 @@ def _source(kind: type) -> str:
         return ""
 
 
+def imported(name: str) -> ModuleType | None:
+    """Returns a module; None where it needs Ray, which has none of these, and which scripts/test installs for --all alone."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        return None
+
+
 class Reader(ast.NodeVisitor):
     """Finds the private names in a file that are not its own."""
 
@@ -119,9 +130,9 @@ class Reader(ast.NodeVisitor):
         if name not in self.imported:
             return set()
         module, member = self.imported[name]
-        if module.partition(".")[0] == "ray":  # may not be installed, and has none of these
+        if module.partition(".")[0] == "ray" or imported(module) is None:
             return set()
-        found = importlib.import_module(module)
+        found = imported(module)
         for part in [one for one in (member, *attribute.split(".")) if one]:
             found = getattr(found, part)
         kinds = [one for one in getattr(found, "__mro__", ()) if one.__module__.partition(".")[0] in LIBRARIES]
@@ -199,7 +210,8 @@ def overrides() -> Touched:
         name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         if file.stem == "__main__":
             continue
-        for ours, kind in vars(importlib.import_module(name)).items():
+        module = imported(name)
+        for ours, kind in vars(module).items() if module else ():
             if isinstance(kind, type) and kind.__module__ == name:
                 for method in _overridden(kind):
                     found[f"{ours}{method}"].add(str(file.relative_to(PACKAGE)))

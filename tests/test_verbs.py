@@ -56,7 +56,8 @@ def samerun(tmp_path):
     """The environment of a shell that knows the command samerun."""
     program = tmp_path / "bin/samerun"
     program.parent.mkdir()
-    program.write_text(f"#!{sys.executable}\nfrom project.__main__ import console\nconsole()\n")
+    body = "from project.__main__ import console; console()"  # by a shell, as pip does: Python's path may have a space
+    program.write_text(f"#!/bin/sh\nexec '{sys.executable}' -c '{body}' \"$@\"\n")
     program.chmod(0o755)
     return environment(PATH=f"{program.parent}:{os.environ['PATH']}")
 

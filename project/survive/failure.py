@@ -107,13 +107,15 @@ def _loader_failure(error: BaseException | None) -> str:
     """Returns how a loader process ended and a hint, if that is the cause of an error, or ''. The place where torch raised it
     (in the forward pass, say, or in a hook) does not matter.
     """
-    matches = []
+    matches, killed_by = [], ""
     while error is not None:
         matches += _LOADER_ERROR.findall(str(error)) if isinstance(error, RuntimeError) else []
+        killed_by = killed_by or _signal_of_worker(error)
         error = error.__cause__ or error.__context__
     if not matches:
         return ""
     pids, name, code = max(matches, key=lambda match: len(match[1]))  # the signal's name, if any of them has it
+    name = name or killed_by
     if not name:
         exit_code = re.search(r"exit code:? (\d+)", code)
         how = f"has ended with exit code {exit_code[1]} and no error" if exit_code else "has ended, with no error"
@@ -126,6 +128,16 @@ def _loader_failure(error: BaseException | None) -> str:
     crashed = "it crashed in what the dataset calls: --data.num_workers 0 shows where."
     how = f"signal {number}{_OOM_KILLS}" if number else name
     return f"Loader process {pids} of this rank was killed by {how}. HINT: {hint.get(number, crashed)}"
+
+
+def _signal_of_worker(error: BaseException) -> str:
+    """Returns the name of the signal that killed a loader process where torch's error has none: torch has asked whether the
+    process is alive before it was notified of its end, and keeps the dead ones in a variable of the frame that raised.
+    """
+    workers = [
+        worker for frame, _ in traceback.walk_tb(error.__traceback__) for worker in frame.f_locals.get("failed_workers", ())
+    ]
+    return next((signal.strsignal(-worker.exitcode) or "" for worker in workers if (worker.exitcode or 0) < 0), "")
 
 
 def exit_code(error: BaseException) -> int:

@@ -1,10 +1,14 @@
 """Whose fault an error is: what is printed of it hangs on that."""
 
+import os
+import re
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, _utils
 
 from project.data.order import Order
 from project.errors import FaultError, UserError
@@ -17,6 +21,28 @@ def raised(call):
     except Exception as error:
         return error
     raise AssertionError("it did not fail")
+
+
+class Killed(Dataset):
+    """Ends its loader process as a full /dev/shm does."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        os.kill(os.getpid(), signal.SIGBUS)
+
+
+def test_a_loader_process_has_its_signal_though_torch_was_not_notified(monkeypatch):
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
+    batches = iter(DataLoader(Killed(), num_workers=1))
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as where torch asks whether it is alive before the notice arrives
+    try:
+        with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:
+            next(batches)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert re.search(r"Loader process \d+ of this rank was killed by signal 7. HINT: /dev/shm", message(caught.value))
 
 
 def test_a_bug_of_ours_keeps_its_traceback():
