@@ -34,7 +34,7 @@ def words(page: str, command: str) -> list[str]:
     return command.partition("-m project ")[2].removeprefix("-- ").split()
 
 
-@pytest.mark.parametrize("name", ["mynet", "mydata"])
+@pytest.mark.parametrize("name", ["mynet", pytest.param("mydata", marks=pytest.mark.slow)])
 def test_an_example_with_a_network_or_images_runs(cli, tmp_path, name):
     written("docs/own.md", tmp_path)
     run = cli(*words("docs/own.md", f"python -m project fit --config {name}.yaml"), *FEW, "--trainer.devices=2")
@@ -42,6 +42,7 @@ def test_an_example_with_a_network_or_images_runs(cli, tmp_path, name):
     assert "global batch 128" in run.output
 
 
+@pytest.mark.slow
 def test_the_example_with_a_lightning_module_runs(cli, tmp_path):
     written("docs/own.md", tmp_path)
     run = cli(*words("docs/own.md", "python -m project fit --config points.yaml --run points"), "--trainer.devices=2")

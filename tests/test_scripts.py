@@ -208,8 +208,8 @@ def test_a_batch_job_that_sigusr1_ended_is_put_back(tmp_path):
 @pytest.mark.parametrize(
     ("words", "cause"),
     [
-        (("--trainer.max_epochs", "x"), "trainer.max_epochs: Expected an int"),
-        (("--data.batch_size", "48"), "can't make a global batch of 128"),
+        pytest.param(("--trainer.max_epochs", "x"), "trainer.max_epochs: Expected an int", marks=pytest.mark.slow),
+        pytest.param(("--data.batch_size", "48"), "can't make a global batch of 128", marks=pytest.mark.slow),
     ],
 )
 def test_launch_runs_torchrun_and_shows_what_it_took(tmp_path, words, cause):

@@ -25,6 +25,7 @@ def program(name: str, pause: float, ranks: int = 1, text: str = RANK) -> Progra
     return Program(name, ranks, (command,) * ranks, {"NAME": name, "PYTHONPATH": str(ROOT)})
 
 
+@pytest.mark.slow
 def test_one_after_the_other_in_each_round(tmp_path):
     measured = interleaved([program("a", 0.0), program("b", 0.02, ranks=2)], tmp_path, turns=2, steps=3)
     order = (tmp_path / "order.txt").read_text().split()

@@ -17,7 +17,11 @@ WEIGHTS = "c8f1bd9acd2e2427d93513078ca8dfc2c5c0d054d5355f04fd20446bdd2b8f6a"
 
 @pytest.mark.parametrize(
     ("written", "ranks", "strategy"),
-    [("ddp", 1, "ddp"), pytest.param("ddp", 2, "sharded", marks=pytest.mark.slow), ("sharded", 2, "ddp")],
+    [
+        ("ddp", 1, "ddp"),
+        pytest.param("ddp", 2, "sharded", marks=pytest.mark.slow),
+        pytest.param("sharded", 2, "ddp", marks=pytest.mark.slow),
+    ],
 )
 def test_a_checkpoint_of_an_earlier_version_is_resumed_bitwise(written, ranks, strategy, tmp_path):
     shutil.copytree(HERE / "old" / written, tmp_path / "checkpoints")

@@ -88,7 +88,7 @@ OURS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "ranks"), [*OURS, ("regression", 3), ("talkative", 3)])
+@pytest.mark.parametrize(("name", "ranks"), [*OURS, ("regression", 3), pytest.param("talkative", 3, marks=pytest.mark.slow)])
 def test_any_number_of_ranks(trained, name, ranks):
     whole = trained(name)
     folder = whole.parent / f"{name}-{ranks}"

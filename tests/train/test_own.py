@@ -190,6 +190,7 @@ def test_ranks_whose_evaluations_are_of_different_lengths_do_not_wait_for_each_o
     assert len(curves(run.folder)["val_loss"]) == 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_a_micro_batch_out_is_refused(folders):
     """The others would wait for it, or the weights would become different ones."""
     words = ("--trainer.max_steps=5", "--trainer.global_batch_size=12", "--model=tests.own.Choosy")

@@ -221,7 +221,7 @@ def test_what_can_not_be_sharded_is_refused(message):
 @pytest.mark.parametrize(
     ("settings", "words", "message"),
     [
-        ({"param_dtype": "bf16"}, (), "trainer.exact can't be kept: param_dtype"),
+        pytest.param({"param_dtype": "bf16"}, (), "trainer.exact can't be kept: param_dtype", marks=pytest.mark.slow),
         ({}, ("--model=tests.train.gather.Normed",), "'norm', which is logged, follows from parameters"),
     ],
 )
