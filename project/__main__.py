@@ -13,6 +13,7 @@ from project.cli.reading import ended
 from project.launch import supervisor
 from project.launch.fork_server import is_fork_server
 from project.launch.orphans import end_with_parent, ends_with_parent
+from project.survive.exit import exit_fast, is_the_program
 from project.survive.output import ignore_output_errors
 from project.survive.requeue import listen_for_signals
 
@@ -83,10 +84,15 @@ def main() -> None:
         gc.enable()
         signal.signal(signal.SIGINT, interrupt)
         run()
+        code: int | str | None = 0
     except KeyboardInterrupt:
-        sys.exit(130)
-    finally:
-        gc.unfreeze()  # some libraries want to see their objects go at the end
+        code = 130
+    except SystemExit as end:
+        code = end.code
+    if is_the_program("project"):
+        exit_fast(code)
+    gc.unfreeze()  # some libraries report objects that never end
+    sys.exit(code)
 
 
 def _bench() -> Callable[[], None]:

@@ -1,8 +1,10 @@
 """What a script that was written for Lightning's Trainer relies on, and nobody would miss before it is gone."""
 
+import gc
 import logging
 from datetime import timedelta
 from itertools import count
+from weakref import ref
 
 import pytest
 import torch
@@ -336,6 +338,24 @@ def test_a_run_that_is_to_leave_nothing_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["epoch=0-step=8.ckpt"]
     trainer(tmp_path / "it", callbacks=[saved], fingerprints=True).fit(Counting())
     assert (tmp_path / "it/fingerprints.jsonl").is_file()
+
+
+def test_loaders_can_be_prepared_before_any_loop(tmp_path):
+    made, model = trainer(tmp_path, max_steps=7, limit_train_batches=2), Counting()
+    made.strategy.connect(model)
+    made._data_connector.attach_data(model, train_dataloaders=DataLoader(RandomDataset(32, 64)))
+    assert made.estimated_stepping_batches == 2
+
+
+@pytest.mark.parametrize("settings", [{}, {"exact": True, "global_batch_size": 8}, {"strategy": "ddp", "barebones": True}])
+def test_a_process_that_outlives_its_trainer_can_free_it_and_the_model(tmp_path, settings):
+    fitted, model = trainer(tmp_path, **settings), Counting()
+    fitted.fit(model)
+    fitted.validate(model)
+    left = ref(fitted), ref(model)
+    del fitted, model
+    gc.collect()
+    assert [each() for each in left] == [None, None]
 
 
 def test_errors_are_of_the_kind_that_is_expected(tmp_path):

@@ -8,15 +8,15 @@ where torchrun's is always 1: the one of the worker that failed first (2: its wo
 spent on that), 75 where the agents' store was lost, and after a signal the one that a shell expects.
 """
 
-import atexit
 import os
 import signal
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from typing import TYPE_CHECKING, NoReturn
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import TYPE_CHECKING
 
 from project.errors import TRY_AGAIN, WRONG, UserError
+from project.survive.exit import exit_fast
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import RunProcsResult
@@ -96,20 +96,9 @@ def main() -> None:
             raise SystemExit(TRY_AGAIN) from None
 
 
-def _end(code: int) -> NoReturn:
-    """Ends the process without C++'s destructors, which abort it now and then while a thread of the store still runs."""
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
     try:
         main()
-    except SystemExit as ended:
-        if not isinstance(ended.code, int):
-            raise
-        _end(ended.code)
-    _end(0)
+    except SystemExit as end:
+        exit_fast(end.code)
+    exit_fast(0)

@@ -108,6 +108,12 @@ class Loaders(_DataConnector):
             everything = isinstance(limit, float) and limit == 1
             self.limits[stage] = None if everything or self._is_trial(stage) else limit
 
+    def _limit(self, stage: str) -> Limit | None:
+        """Returns the user's limit, which is not noted yet where a loader is prepared before any loop is set up."""
+        if stage not in self.limits:
+            self.note_limits(stage)
+        return self.limits[stage]
+
     def _is_trial(self, stage: str) -> bool:
         trainer = typed(self.trainer)
         return bool(trainer.fast_dev_run or (trainer.overfit_batches and stage == "train"))
@@ -355,7 +361,7 @@ class Loaders(_DataConnector):
             count -= count % size
         exact, here = typed(trainer).exact, data_ranks(trainer)
         stage = _STAGES.get(mode, "val")
-        batches = limited(-(-count // size), self.limits[stage], f"limit_{stage}_batches", "micro-batches")
+        batches = limited(-(-count // size), self._limit(stage), f"limit_{stage}_batches", "micro-batches")
         seed = _seed_of(loader, trainer)
         least = here.count if batches and not exact else 0  # a sample for each rank
         whole = min(count, max(batches * size, least))
@@ -384,14 +390,14 @@ class Loaders(_DataConnector):
         self._moments.stop_checking()
         self._moments.begin_epoch(self.trainer.current_epoch)
         trainer, stage = self.trainer, _STAGES.get(mode, "val")
-        limit = self.limits[stage]
+        limit = self._limit(stage)
         if mode == RunningStage.TRAINING:
             stage = "train"
             if typed(trainer).reload_dataloaders_every_n_epochs:
                 self._undealt = []
             self._undealt.append(loader)
             self._set_accumulation(getattr(loader, "batch_size", None))
-            limit = self.limits[stage]
+            limit = self._limit(stage)
             if isinstance(limit, int):
                 limit *= trainer.accumulate_grad_batches
         elif isinstance(limit, int):

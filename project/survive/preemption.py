@@ -15,6 +15,7 @@ import signal
 import time
 from pathlib import Path
 from typing import Protocol
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -62,8 +63,9 @@ class StopTogether(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and trainer.is_global_zero and (checkpoints := checkpoints_of(trainer)) is not None:
-            REQUEUE.newest = lambda: checkpoints.last
-            REQUEUE.doing = lambda: "the checkpoint" if checkpoints.writing else "a step, or the start-up,"
+            held = ref(checkpoints)  # a process outlives its Trainer, and must not hold on to it and the model
+            REQUEUE.newest = lambda: known.last if (known := held()) else None
+            REQUEUE.doing = lambda: "the checkpoint" if (known := held()) and known.writing else "a step, or the start-up,"
         self._notes = torch.zeros(4, dtype=torch.int32)  # not before: spawned ranks would share its memory
         if trainer.world_size > 1 and dist.is_initialized():  # a strategy may connect its ranks in another way
             self._group.make()

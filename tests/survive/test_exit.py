@@ -1,0 +1,55 @@
+"""The end of the program: what a user's code leaves to Python's own end is done, though libraries are not taken apart."""
+
+import cProfile
+import pstats
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Cli, environment
+
+FIT = ("fit", "--model=tests.watch.test_progress.Named", "--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--run=it")
+LEFT = """
+import atexit, threading
+from pathlib import Path
+from lightning.pytorch import Callback
+
+class Journal:
+    def __init__(self):
+        self.itself, self.file = self, Path("of the module").open("w")
+
+JOURNAL = Journal()
+JOURNAL.file.write("whole")
+
+class Left(Callback):
+    def on_fit_end(self, trainer, pl_module):
+        self.trainer, self.file = trainer, Path("of a callback").open("w")
+        self.file.write("whole")
+        atexit.register(lambda: Path("of an exit handler").write_text("whole"))
+        threading.Thread(target=self.follow).start()
+
+    def follow(self):
+        threading.main_thread().join()  # which Python's end releases first
+        Path("of a thread").write_text("whole")
+
+    def __del__(self):
+        Path("of an object").write_text("whole")
+"""
+
+
+def test_nothing_that_a_users_code_leaves_to_the_end_is_lost(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "left.py").write_text(LEFT)
+    done = cli(*FIT, "--trainer.callbacks+=left.Left")
+    assert done.code == 0, done.output
+    assert {path.name: path.read_text() for path in tmp_path.glob("of *")} == {
+        f"of {name}": "whole" for name in ("the module", "a callback", "an exit handler", "a thread", "an object")
+    }
+
+
+@pytest.mark.slow
+def test_a_profiler_around_the_program_writes_its_results(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", cProfile.__name__, "-o", "profile", "-m", "project", *FIT, "--print_config"]
+    subprocess.run(command, cwd=tmp_path, env=environment(PYTHONHASHSEED="0"), check=True, capture_output=True)
+    assert pstats.Stats(str(tmp_path / "profile")).total_tt > 0
