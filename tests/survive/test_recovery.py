@@ -136,6 +136,21 @@ def test_a_run_whose_ranks_are_killed_is_the_run_of_ranks_that_are_not(tmp_path,
     assert processes_of(killed) == []
 
 
+@pytest.mark.slow
+def test_sixteen_ranks_of_which_one_is_killed_give_the_bits_of_one_process(tmp_path):
+    killed, alone = tmp_path / "killed", tmp_path / "alone"
+    killed.mkdir()
+    alone.mkdir()
+    words = (*RUNS["minires"], "--data.batch_size=8", "--data.global_batch_size=128")
+    words += ("--trainer.val_check_interval=2", "--trainer.max_epochs=3", "--trainer.exact=true", "--trainer.threads=1")
+    done = program(killed, *words, *RECOVER, "--trainer.devices=16", faults({"rank": 11, "step": 3}))
+    assert done.code == 0, done.output
+    assert done.output.count("All ranks resume") == 1
+    assert forked(alone, *words, faults()).code == 0
+    assert same(final(killed), final(alone))
+    assert curves(killed) == curves(alone)
+
+
 def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "project", *RUNS["own"], *RECOVER, "--trainer.max_epochs=100000", *words]
     return subprocess.Popen(
