@@ -21,13 +21,14 @@ from urllib.parse import unquote
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.metadata import parse_experiment_plugin_data
 
 from project.watch.charts import COLOURS, Chart, Line
 from project.watch.curves import Point
 from project.watch.dashboard import _LAYOUT
 from project.watch.figures import Axis, axis, did_not_learn, metrics, scaling, sweep, used_rates
 from project.watch.goodput import Goodput, goodput
-from project.watch.history import PHASES, History, Life, newest_run, read_history
+from project.watch.history import PHASES, History, Life, lives_of, newest_run, read_history
 from project.watch.report import facts, page, shares_of_a_step
 from project.watch.side_by_side import compared, differences
 from tests.conftest import ROOT, TINY, forked
@@ -121,8 +122,11 @@ def test_tensorboard_has_pages_that_show_what_was_logged(place):
     settings = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     assert b"model.optimizer.lr" in settings
     assert b"data.global_batch_size" in settings
-    metrics = events.summary_metadata["_hparams_/experiment"].plugin_data.content
-    assert b"val/acc" in metrics
+    declared = parse_experiment_plugin_data(events.summary_metadata["_hparams_/experiment"].plugin_data.content)
+    assert [metric.name.tag for metric in declared.metric_infos] == ["val/acc", "val/acc5", "val/loss", "watch/run/outcome"]
+    first = {setting.name for setting in declared.hparam_infos if setting.differs}
+    assert {"data.batch_size", "trainer.devices"} <= first, "the command line's come first"
+    assert "data.flip" in {setting.name for setting in declared.hparam_infos} - first
     groups = {tag.partition("/")[0] for tag in tags["scalars"]}
     assert sorted(groups)[-3:] == ["train", "val", "watch"], "what is learned stands before what is measured beside it"
     assert [point.value for point in events.Scalars("watch/run/outcome")][-1] == 1
@@ -503,7 +507,7 @@ def test_a_run_that_goes_on_is_watched_from_its_files_and_not_called_killed(copi
     (folder / "life.jsonl").write_text("".join(life[:-1]))
     with (folder / ".lock").open("a+") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
-        assert "going on" in report(tmp_path, "it").stdout
+        assert "running, after step" in report(tmp_path, "it").stdout
         with watch(tmp_path, "--every", "0.1") as watching:
             line = watching.stdout.readline()
             assert re.search(r"step (\d+)/\1 .*train/loss [\d.]+ .*3 ranks on 1 host.* going on, last sign of life", line)
@@ -516,7 +520,7 @@ def test_a_run_that_goes_on_is_watched_from_its_files_and_not_called_killed(copi
 def test_a_look_at_a_dead_run_fails(copied, tmp_path):
     folder, life = copied
     (folder / "life.jsonl").write_text("".join(life[:-1]))
-    assert "killed" in report(tmp_path, "it").stdout
+    assert "lost, after step" in report(tmp_path, "it").stdout
     for path in folder.rglob("*"):
         os.utime(path, (1, 1))
     with watch(tmp_path, "--once") as watching:
@@ -569,6 +573,14 @@ def test_runs_that_python_puts_into_one_folder_are_told_apart(tmp_path):
     assert "another run has written to this folder (2 starts)" in page(history)
     (tmp_path / "config.yaml").touch()
     assert newest_run(tmp_path, lives, curves) == (0, lives, curves)
+
+
+def test_what_a_start_logs_again_is_no_sign_of_the_life_before(tmp_path):
+    """A run that was killed, and resumed two hours later: its last validation is in the new events, too."""
+    starts = [{"event": "start", "time": time, "began": time - 10, "step": step, "ranks": 1} for time, step in ((20, 0), (7300, 9))]
+    (tmp_path / "life.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
+    killed, _ = lives_of(tmp_path / "life.jsonl", [(40.0, 11), (7299.0, 9), (7310.0, 12)])
+    assert (killed.end, killed.end_step) == (40.0, 11)
 
 
 def test_a_time_begins_with_the_first_process_in_every_place():
@@ -746,6 +758,13 @@ def test_charts_are_zoomed_together_by_mouse_keys_and_fingers(failed, browser):
     plot.send_keys("0")
     assert shown(browser) == {whole}
 
+    closer, wider, everything = browser.find_elements("css selector", "[data-zoom]")
+    for button, share in ((closer, 0.5), (closer, 0.25), (wider, 0.5), (everything, 1)):
+        button.click()
+        ((low, high),) = shown(browser)
+        assert high - low == pytest.approx(share * (whole[1] - whole[0]))
+        assert everything.is_enabled() == (share < 1)
+
     box = browser.execute_script(
         "const over = document.querySelector('.u-over'); over.scrollIntoView({block: 'center'});"
         "return over.getBoundingClientRect().toJSON()"
@@ -783,14 +802,38 @@ def test_a_page_is_light_on_paper_and_fits_a_phone(failed, browser):
         drawn(browser, failed)
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
         assert browser.execute_script("return named('--back')") == "#15181c"
+        assert browser.execute_script("return document.querySelector('.settings th').clientWidth") > 300, "above its value"
+        ends = browser.execute_script(
+            "const log = document.querySelector('pre.log'), text = document.createRange(); text.selectNodeContents(log);"
+            "return [text, log].map(part => part.getBoundingClientRect().bottom)"
+        )
+        assert 0 <= ends[1] - ends[0] < 30, "it is the log's end that one sees"
         browser.execute_script("addEventListener('beforeprint', () => window.onPaper = [named('--back'), named('--fault')])")
         printed = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"]
         assert printed.startswith("JVBERi")  # %PDF
         assert browser.execute_script("return window.onPaper") == ["#fff", "#c8101e"]
         assert browser.execute_script("return named('--back')") == "#15181c", "and dark again"
+
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+        browser.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride", {"width": 718, "height": 1045, "deviceScaleFactor": 1, "mobile": False}
+        )
+        before, during, after, boxes = browser.execute_script(
+            "const folds = () => [...document.querySelectorAll('details')].map(part => part.open), before = folds();"
+            "const box = part => part.getBoundingClientRect().toJSON();"
+            "dispatchEvent(new Event('beforeprint'));"
+            "const during = folds(), boxes = charts.map(({place, plot}) => [place, plot.ctx.canvas].map(box));"
+            "dispatchEvent(new Event('afterprint'));"
+            "return [before, during, folds(), boxes]"
+        )
+        assert before == after
+        assert sum(before) < sum(during) < len(during), "the command is unfolded, all settings are not"
+        assert len({plot["x"] for plot, _ in boxes}) == 2, "columns"
+        assert all(plot["height"] - canvas["height"] < 8 for plot, canvas in boxes), "nothing is left empty below a chart"
+        assert all(330 < canvas["width"] < 360 and 170 < canvas["height"] < 200 for _, canvas in boxes)
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
 
 
 @pytest.mark.slow
@@ -871,13 +914,17 @@ def test_runs_side_by_side_are_sorted_hidden_and_pointed_at(place, browser, tmp_
 @pytest.mark.slow
 def test_the_labels_of_large_numbers_have_room(place, browser, tmp_path):
     history = read_history(place / "lightning_logs/it", "it")
-    history.curves["train/loss"] = [point._replace(value=1e5 * point.step) for point in history.curves["train/loss"]]
+    large = [point._replace(value=1e5 * point.step) for point in history.curves["train/loss"]]
+    history.curves = {"train/loss": large, "close": [point._replace(value=-0.367 - 1e-7 * point.step) for point in large]}
     file = tmp_path / "report.html"
     file.write_text(page(history))
     drawn(browser, file)
-    sizes = browser.execute_script(
-        "const [{plot}] = charts, [, {_size, _values, ticks, gap, font}] = plot.axes; plot.ctx.font = font[0];"
+    axes = browser.execute_script(
+        "return charts.slice(0, 2).map(({plot}) => {"
+        "const [, {_size, _values, ticks, gap, font}] = plot.axes; plot.ctx.font = font[0];"
         "const widths = _values.map(text => plot.ctx.measureText(text).width);"
-        "return [_size, ticks.size + gap + Math.max(...widths) / devicePixelRatio]"
+        "return [_size, ticks.size + gap + Math.max(...widths) / devicePixelRatio, _values]})"
     )
-    assert sizes[0] >= sizes[1] > 56
+    for size, needed, texts in axes:
+        assert size >= needed > 56
+        assert len({*texts}) == len(texts) > 2, "no two lines have one label"

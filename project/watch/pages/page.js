@@ -4,11 +4,16 @@ const page = JSON.parse(document.body.dataset.page), height = 230;
 const charts = [...document.querySelectorAll('figure[data-chart]')].map(figure =>
   ({figure, place: figure.querySelector('.plot'), reading: figure.querySelector('.reading'), ...JSON.parse(figure.dataset.chart)}));
 const several = document.querySelector('table.runs[class~=sortable]') !== null, off = new Set();
-let axis = 0, zoom = null;
+let axis = 0, zoom = null, folded = [];
 
-const short = value => value == null ? '' : Math.abs(value) >= 1e6 || (value && Math.abs(value) < 1e-4)
-  ? value.toExponential(2).replace(/\.?0*e\+?/, 'e')
-  : value.toLocaleString('en', Math.abs(value) >= 1000 ? {maximumFractionDigits: 0} : {maximumSignificantDigits: 4});
+const short = (value, digits = 4) => value == null ? '' : Math.abs(value) >= 1e6 || (value && Math.abs(value) < 1e-4)
+  ? value.toExponential(Math.max(2, digits - 1)).replace(/\.?0*e\+?/, 'e')
+  : value.toLocaleString('en', {maximumSignificantDigits: Math.max(digits, Math.floor(Math.log10(Math.abs(value) || 1)) + 1)});
+// The labels of an axis, with as many digits as tell neighbours apart.
+const labels = (_, all) => {
+  const apart = Math.abs(all[1] - all[0]) / Math.max(...all.map(Math.abs));
+  return all.map(value => short(value, Math.min(17, Math.max(4, Math.ceil(1 - Math.log10(apart || 1))))));
+};
 const named = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const ranges = page.axes.map((_, at) => {
   let low = Infinity, high = -Infinity;
@@ -77,7 +82,7 @@ function read(chart) {
 // An axis is as wide as its longest label; most are equally wide, so that charts below each other are aligned.
 function room(plot, values, at, cycle) {
   const {_size, ticks, gap, font} = plot.axes[at];
-  if (cycle > 1) return _size;
+  if (cycle > 2) return _size;
   plot.ctx.font = font[0];
   const widest = Math.max(0, ...(values ?? []).map(text => plot.ctx.measureText(text).width));
   return Math.max(56, Math.ceil(ticks.size + gap + widest / devicePixelRatio) + 2);
@@ -94,7 +99,8 @@ function decades(plot, at, low, high) {
 function draw(chart) {
   chart.plot?.destroy();
   chart.plot = null;
-  const {place, lines, from_zero, log} = chart, width = place.clientWidth;
+  const {place, lines, from_zero, log} = chart, printed = document.documentElement.classList.contains('printed');
+  const width = place.clientWidth && printed ? 430 : place.clientWidth;  // on paper shrunk a little, whatever the screen was
   if (!width) return;  // folded away
   chart.odd = lines.flatMap(({name, x, y}) => y.flatMap((value, at) => typeof value === 'string' ? [{name, value, x: x[axis][at]}] : []));
   const usable = value => typeof value === 'number' && !(log && value <= 0);
@@ -107,8 +113,8 @@ function draw(chart) {
     series: [{}, ...lines.map(({name, colour}, at) => ({label: name, stroke: colour, width: 1.8, show: !off.has(at), points: {size: 4, fill: colour}}))],
     scales: {x: {time: Boolean(page.axes[axis].time), range: () => view()}, y: {distr: log ? 3 : 1, range}},
     axes: [
-      {...line, size: 24, space: 64, label: page.axes[axis].name, labelSize: 16, labelFont: '11px system-ui', ...(page.axes[axis].time ? {} : {values: (_, all) => all.map(short)})},
-      {...line, size: room, ...(log ? {splits: decades, filter: (_, splits) => splits} : {}), values: (_, all) => all.map(short)},
+      {...line, size: 24, space: 64, label: page.axes[axis].name, labelSize: 16, labelFont: '11px system-ui', ...(page.axes[axis].time ? {} : {values: labels})},
+      {...line, size: room, ...(log ? {splits: decades, filter: (_, splits) => splits} : {}), values: labels},
     ],
     cursor: {
       drag: {x: true, y: false, setScale: false}, sync: {key: 'x', setSeries: several}, hover: {skip: [undefined, null]},
@@ -203,7 +209,8 @@ matchMedia('(prefers-color-scheme: dark)').addEventListener('change', drawAll);
 for (const [name, printed] of [['beforeprint', true], ['afterprint', false]])
   addEventListener(name, () => {
     document.documentElement.classList.toggle('printed', printed);
-    for (const part of document.querySelectorAll('.differences')) part.open = printed;
+    if (printed) folded = document.querySelectorAll('details:is(.differences,.marks,.facts *):not([open])');
+    for (const part of folded) part.open = printed;  // on paper nothing can be unfolded
     drawAll();
   });
 
