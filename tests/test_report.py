@@ -753,8 +753,12 @@ def test_charts_are_zoomed_together_by_mouse_keys_and_fingers(failed, browser):
     plot.send_keys("+")
     (zoomed,) = shown(browser)
     assert zoomed[1] - zoomed[0] == pytest.approx((whole[1] - whole[0]) / 2)
-    plot.send_keys(Keys.ARROW_RIGHT)
-    assert "train/loss: " in browser.find_element("css selector", ".reading").text
+    steps = []
+    for key in (Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_LEFT):
+        plot.send_keys(key)
+        reading = browser.find_element("css selector", ".reading").text
+        steps.append(int(re.search(r"train/loss: [\d.]+ at (\d+)", reading)[1]))
+    assert steps[0] == steps[2] < steps[1]
     plot.send_keys("0")
     assert shown(browser) == {whole}
 
@@ -789,6 +793,7 @@ def test_charts_are_zoomed_together_by_mouse_keys_and_fingers(failed, browser):
     browser.find_elements("css selector", "[name=axis]")[1].click()
     ((begin, _),) = shown(browser)
     assert begin > 1e9, "seconds since 1970"
+    assert browser.execute_script("return charts.every(({plot}) => plot.data[0][0] > 1e9)"), "of the points, too"
     assert min(browser.execute_script(PIXELS, "--fault")) > 100
 
 
@@ -818,13 +823,14 @@ def test_a_page_is_light_on_paper_and_fits_a_phone(failed, browser):
         browser.execute_cdp_cmd(
             "Emulation.setDeviceMetricsOverride", {"width": 718, "height": 1045, "deviceScaleFactor": 1, "mobile": False}
         )
-        before, during, after, boxes = browser.execute_script(
+        before, during, after, boxes = browser.execute_async_script(
             "const folds = () => [...document.querySelectorAll('details')].map(part => part.open), before = folds();"
             "const box = part => part.getBoundingClientRect().toJSON();"
             "dispatchEvent(new Event('beforeprint'));"
+            "queueMicrotask(() => {"  # when the charts are drawn
             "const during = folds(), boxes = charts.map(({place, plot}) => [place, plot.ctx.canvas].map(box));"
             "dispatchEvent(new Event('afterprint'));"
-            "return [before, during, folds(), boxes]"
+            "arguments[0]([before, during, folds(), boxes])})"
         )
         assert before == after
         assert sum(before) < sum(during) < len(during), "the command is unfolded, all settings are not"
