@@ -234,6 +234,11 @@ def test_several_runs_side_by_side(place):
     first, second = scaling(histories)  # on 3 ranks, and on 1, of the same model and global batch
     assert second == 1
     assert first > 0
+    third = read_history(place / "lightning_logs/other", "third")
+    third.curves["speed/samples_per_s"] = [
+        point._replace(value=3 * point.value) for point in third.curves["speed/samples_per_s"]
+    ]
+    assert scaling([*histories, third])[1:] == pytest.approx([0.5, 1.5]), "by the median of those with the fewest ranks"
     histories[1].config["model"]["network"]["init_args"]["num_classes"] = 11
     assert scaling(histories) == [None, None], "what another model takes says nothing"
     for one in histories:
@@ -249,6 +254,7 @@ def test_runs_of_a_sweep_have_every_metric_and_a_line_on_parallel_axes(place):
         history = read_history(place / "lightning_logs/other", f"a-run-with-a-long-name-as-sweeps-make-them-{number}")
         history.config["model"]["optimizer"]["init_args"]["lr"] = 10.0**-number
         history.config["data"]["flip"] = "<b>" if number % 2 else None
+        history.config["trainer"]["callbacks"] = [{"class_path": "own.Callback", "init_args": {"steps": number % 3}}]
         histories.append(history)
     histories[3].curves["val/f1"] = [point._replace(value=0.25) for point in histories[3].curves["val/acc"]]
     text = compared(histories)
@@ -257,6 +263,7 @@ def test_runs_of_a_sweep_have_every_metric_and_a_line_on_parallel_axes(place):
     assert len(re.findall(r'<path data-run="\d+" stroke="(#\w+)"', text)) == len({*COLOURS[:12]}) == 12
     ticks = re.findall(r'<text class="tick"[^>]*>(.*?)</text>', text)
     assert {"1e-11", "1", "&lt;b&gt;", "null"} <= {*ticks}
+    assert not any("init_args" in tick or "steps" in tick for tick in ticks), "what has no name that is short has no axis"
 
 
 def learned(values, tag="train/loss", **more):
@@ -577,7 +584,9 @@ def test_runs_that_python_puts_into_one_folder_are_told_apart(tmp_path):
 
 def test_what_a_start_logs_again_is_no_sign_of_the_life_before(tmp_path):
     """A run that was killed, and resumed two hours later: its last validation is in the new events, too."""
-    starts = [{"event": "start", "time": time, "began": time - 10, "step": step, "ranks": 1} for time, step in ((20, 0), (7300, 9))]
+    starts = [
+        {"event": "start", "time": time, "began": time - 10, "step": step, "ranks": 1} for time, step in ((20, 0), (7300, 9))
+    ]
     (tmp_path / "life.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
     killed, _ = lives_of(tmp_path / "life.jsonl", [(40.0, 11), (7299.0, 9), (7310.0, 12)])
     assert (killed.end, killed.end_step) == (40.0, 11)
@@ -794,6 +803,9 @@ def test_charts_are_zoomed_together_by_mouse_keys_and_fingers(failed, browser):
     ((begin, _),) = shown(browser)
     assert begin > 1e9, "seconds since 1970"
     assert browser.execute_script("return charts.every(({plot}) => plot.data[0][0] > 1e9)"), "of the points, too"
+    labels = browser.execute_script("return charts[0].plot.axes[0]._values")
+    assert labels
+    assert all(re.fullmatch(r"\d\d:\d\d(:\d\d)?", text) for text in labels), labels
     assert min(browser.execute_script(PIXELS, "--fault")) > 100
 
 

@@ -150,7 +150,7 @@ class Dashboard(Callback):
         if validated := [tag for tag in tags if not tag.startswith("train")]:
             tags = sorted(validated, key=lambda tag: "acc" not in tag)
         declared, _, _ = hparams(_settings(typed(trainer).configuration), dict.fromkeys([*tags[:_METRICS], _OUTCOME], 0))
-        _put_first(declared, {word.lstrip("-").partition("=")[0].replace(".init_args", "") for word in sys.argv[1:]})
+        _put_first(declared, {given.lstrip("-").partition("=")[0].replace(".init_args", "") for given in sys.argv[1:]})
         for board in boards(trainer):
             board.experiment.file_writer.add_summary(declared, trainer.global_step)
         self._declared = True
@@ -223,7 +223,9 @@ def _settings(configuration: Mapping[str, object]) -> dict[str, str | float]:
         if name.endswith(".class_path"):
             named[name.removesuffix(".class_path").replace(".init_args", "")] = str(value).rpartition(".")[2]
         elif value is not None:
-            named[name.replace(".init_args", "")] = str(value) if type(value) not in (int, float) else value
+            named[name.replace(".init_args", "")] = (
+                value if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
+            )
     return named
 
 

@@ -14,6 +14,11 @@ const labels = (_, all) => {
   const apart = Math.abs(all[1] - all[0]) / Math.max(...all.map(Math.abs));
   return all.map(value => short(value, Math.min(17, Math.max(4, Math.ceil(1 - Math.log10(apart || 1))))));
 };
+const when = seconds => new Date(1000 * seconds).toLocaleString('sv');  // as everywhere on the page: 2026-01-31 23:59:00
+const times = (_, all, at, space, apart) => {
+  const [from, to] = apart >= 86400 ? [0, 10] : all.at(-1) - all[0] >= 86400 ? [8, 16] : [11, apart < 60 ? 19 : 16];
+  return all.map(seconds => when(seconds).slice(from, to));
+};
 const named = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const ranges = page.axes.map((_, at) => {
   let low = Infinity, high = -Infinity;
@@ -69,7 +74,7 @@ function drawMarks(plot, odd) {
 function read(chart) {
   const {plot, lines, odd, reading, focus} = chart, {left, idxs} = plot.cursor;
   if (left == null || left < 0) return reading.textContent = '';
-  const near = x => Math.abs(plot.valToPos(x, 'x') - left) < 6, place = x => page.axes[axis].time ? new Date(1000 * x).toLocaleString('sv') : short(x);
+  const near = x => Math.abs(plot.valToPos(x, 'x') - left) < 6, place = x => page.axes[axis].time ? when(x) : short(x);
   const values = lines.flatMap(({name}, at) => {
     const here = idxs[at + 1], y = here == null ? null : plot.data[at + 1][here];
     return y == null || off.has(at) || (several && focus !== at + 1) ? [] : [`${name}: ${short(y)} at ${place(plot.data[0][here])}`];
@@ -113,7 +118,7 @@ function draw(chart) {
     series: [{}, ...lines.map(({name, colour}, at) => ({label: name, stroke: colour, width: 1.8, show: !off.has(at), points: {size: 4, fill: colour}}))],
     scales: {x: {time: Boolean(page.axes[axis].time), range: () => view()}, y: {distr: log ? 3 : 1, range}},
     axes: [
-      {...line, size: 24, space: 64, label: page.axes[axis].name, labelSize: 16, labelFont: '11px system-ui', ...(page.axes[axis].time ? {} : {values: labels})},
+      {...line, size: 28, space: 64, label: page.axes[axis].name, labelSize: 16, labelFont: '11px system-ui', values: page.axes[axis].time ? times : labels},
       {...line, size: room, ...(log ? {splits: decades, filter: (_, splits) => splits} : {}), values: labels},
     ],
     cursor: {
