@@ -21,13 +21,14 @@ from urllib.parse import unquote
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.metadata import parse_experiment_plugin_data
 
 from project.watch.charts import COLOURS, Chart, Line
 from project.watch.curves import Point
 from project.watch.dashboard import _LAYOUT
 from project.watch.figures import Axis, axis, did_not_learn, metrics, scaling, sweep, used_rates
 from project.watch.goodput import Goodput, goodput
-from project.watch.history import PHASES, History, Life, newest_run, read_history
+from project.watch.history import PHASES, History, Life, lives_of, newest_run, read_history
 from project.watch.report import facts, page, shares_of_a_step
 from project.watch.side_by_side import compared, differences
 from tests.conftest import ROOT, TINY, forked
@@ -121,8 +122,11 @@ def test_tensorboard_has_pages_that_show_what_was_logged(place):
     settings = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     assert b"model.optimizer.lr" in settings
     assert b"data.global_batch_size" in settings
-    metrics = events.summary_metadata["_hparams_/experiment"].plugin_data.content
-    assert b"val/acc" in metrics
+    declared = parse_experiment_plugin_data(events.summary_metadata["_hparams_/experiment"].plugin_data.content)
+    assert [metric.name.tag for metric in declared.metric_infos] == ["val/acc", "val/acc5", "val/loss", "watch/run/outcome"]
+    first = {setting.name for setting in declared.hparam_infos if setting.differs}
+    assert {"data.batch_size", "trainer.devices"} <= first, "the command line's come first"
+    assert "data.flip" in {setting.name for setting in declared.hparam_infos} - first
     groups = {tag.partition("/")[0] for tag in tags["scalars"]}
     assert sorted(groups)[-3:] == ["train", "val", "watch"], "what is learned stands before what is measured beside it"
     assert [point.value for point in events.Scalars("watch/run/outcome")][-1] == 1
@@ -230,6 +234,11 @@ def test_several_runs_side_by_side(place):
     first, second = scaling(histories)  # on 3 ranks, and on 1, of the same model and global batch
     assert second == 1
     assert first > 0
+    third = read_history(place / "lightning_logs/other", "third")
+    third.curves["speed/samples_per_s"] = [
+        point._replace(value=3 * point.value) for point in third.curves["speed/samples_per_s"]
+    ]
+    assert scaling([*histories, third])[1:] == pytest.approx([0.5, 1.5]), "by the median of those with the fewest ranks"
     histories[1].config["model"]["network"]["init_args"]["num_classes"] = 11
     assert scaling(histories) == [None, None], "what another model takes says nothing"
     for one in histories:
@@ -245,6 +254,7 @@ def test_runs_of_a_sweep_have_every_metric_and_a_line_on_parallel_axes(place):
         history = read_history(place / "lightning_logs/other", f"a-run-with-a-long-name-as-sweeps-make-them-{number}")
         history.config["model"]["optimizer"]["init_args"]["lr"] = 10.0**-number
         history.config["data"]["flip"] = "<b>" if number % 2 else None
+        history.config["trainer"]["callbacks"] = [{"class_path": "own.Callback", "init_args": {"steps": number % 3}}]
         histories.append(history)
     histories[3].curves["val/f1"] = [point._replace(value=0.25) for point in histories[3].curves["val/acc"]]
     text = compared(histories)
@@ -253,6 +263,7 @@ def test_runs_of_a_sweep_have_every_metric_and_a_line_on_parallel_axes(place):
     assert len(re.findall(r'<path data-run="\d+" stroke="(#\w+)"', text)) == len({*COLOURS[:12]}) == 12
     ticks = re.findall(r'<text class="tick"[^>]*>(.*?)</text>', text)
     assert {"1e-11", "1", "&lt;b&gt;", "null"} <= {*ticks}
+    assert not any("init_args" in tick or "steps" in tick for tick in ticks), "what has no name that is short has no axis"
 
 
 def learned(values, tag="train/loss", **more):
@@ -503,7 +514,7 @@ def test_a_run_that_goes_on_is_watched_from_its_files_and_not_called_killed(copi
     (folder / "life.jsonl").write_text("".join(life[:-1]))
     with (folder / ".lock").open("a+") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
-        assert "going on" in report(tmp_path, "it").stdout
+        assert "running, after step" in report(tmp_path, "it").stdout
         with watch(tmp_path, "--every", "0.1") as watching:
             line = watching.stdout.readline()
             assert re.search(r"step (\d+)/\1 .*train/loss [\d.]+ .*3 ranks on 1 host.* going on, last sign of life", line)
@@ -516,7 +527,7 @@ def test_a_run_that_goes_on_is_watched_from_its_files_and_not_called_killed(copi
 def test_a_look_at_a_dead_run_fails(copied, tmp_path):
     folder, life = copied
     (folder / "life.jsonl").write_text("".join(life[:-1]))
-    assert "killed" in report(tmp_path, "it").stdout
+    assert "lost, after step" in report(tmp_path, "it").stdout
     for path in folder.rglob("*"):
         os.utime(path, (1, 1))
     with watch(tmp_path, "--once") as watching:
@@ -569,6 +580,16 @@ def test_runs_that_python_puts_into_one_folder_are_told_apart(tmp_path):
     assert "another run has written to this folder (2 starts)" in page(history)
     (tmp_path / "config.yaml").touch()
     assert newest_run(tmp_path, lives, curves) == (0, lives, curves)
+
+
+def test_what_a_start_logs_again_is_no_sign_of_the_life_before(tmp_path):
+    """A run that was killed, and resumed two hours later: its last validation is in the new events, too."""
+    starts = [
+        {"event": "start", "time": time, "began": time - 10, "step": step, "ranks": 1} for time, step in ((20, 0), (7300, 9))
+    ]
+    (tmp_path / "life.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
+    killed, _ = lives_of(tmp_path / "life.jsonl", [(40.0, 11), (7299.0, 9), (7310.0, 12)])
+    assert (killed.end, killed.end_step) == (40.0, 11)
 
 
 def test_a_time_begins_with_the_first_process_in_every_place():
@@ -741,10 +762,21 @@ def test_charts_are_zoomed_together_by_mouse_keys_and_fingers(failed, browser):
     plot.send_keys("+")
     (zoomed,) = shown(browser)
     assert zoomed[1] - zoomed[0] == pytest.approx((whole[1] - whole[0]) / 2)
-    plot.send_keys(Keys.ARROW_RIGHT)
-    assert "train/loss: " in browser.find_element("css selector", ".reading").text
+    steps = []
+    for key in (Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_LEFT):
+        plot.send_keys(key)
+        reading = browser.find_element("css selector", ".reading").text
+        steps.append(int(re.search(r"train/loss: [\d.]+ at (\d+)", reading)[1]))
+    assert steps[0] == steps[2] < steps[1]
     plot.send_keys("0")
     assert shown(browser) == {whole}
+
+    closer, wider, everything = browser.find_elements("css selector", "[data-zoom]")
+    for button, share in ((closer, 0.5), (closer, 0.25), (wider, 0.5), (everything, 1)):
+        button.click()
+        ((low, high),) = shown(browser)
+        assert high - low == pytest.approx(share * (whole[1] - whole[0]))
+        assert everything.is_enabled() == (share < 1)
 
     box = browser.execute_script(
         "const over = document.querySelector('.u-over'); over.scrollIntoView({block: 'center'});"
@@ -770,6 +802,10 @@ def test_charts_are_zoomed_together_by_mouse_keys_and_fingers(failed, browser):
     browser.find_elements("css selector", "[name=axis]")[1].click()
     ((begin, _),) = shown(browser)
     assert begin > 1e9, "seconds since 1970"
+    assert browser.execute_script("return charts.every(({plot}) => plot.data[0][0] > 1e9)"), "of the points, too"
+    labels = browser.execute_script("return charts[0].plot.axes[0]._values")
+    assert labels
+    assert all(re.fullmatch(r"\d\d:\d\d(:\d\d)?", text) for text in labels), labels
     assert min(browser.execute_script(PIXELS, "--fault")) > 100
 
 
@@ -783,14 +819,39 @@ def test_a_page_is_light_on_paper_and_fits_a_phone(failed, browser):
         drawn(browser, failed)
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
         assert browser.execute_script("return named('--back')") == "#15181c"
+        assert browser.execute_script("return document.querySelector('.settings th').clientWidth") > 300, "above its value"
+        ends = browser.execute_script(
+            "const log = document.querySelector('pre.log'), text = document.createRange(); text.selectNodeContents(log);"
+            "return [text, log].map(part => part.getBoundingClientRect().bottom)"
+        )
+        assert 0 <= ends[1] - ends[0] < 30, "it is the log's end that one sees"
         browser.execute_script("addEventListener('beforeprint', () => window.onPaper = [named('--back'), named('--fault')])")
         printed = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"]
         assert printed.startswith("JVBERi")  # %PDF
         assert browser.execute_script("return window.onPaper") == ["#fff", "#c8101e"]
         assert browser.execute_script("return named('--back')") == "#15181c", "and dark again"
+
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+        browser.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride", {"width": 718, "height": 1045, "deviceScaleFactor": 1, "mobile": False}
+        )
+        before, during, after, boxes = browser.execute_async_script(
+            "const folds = () => [...document.querySelectorAll('details')].map(part => part.open), before = folds();"
+            "const box = part => part.getBoundingClientRect().toJSON();"
+            "dispatchEvent(new Event('beforeprint'));"
+            "queueMicrotask(() => {"  # when the charts are drawn
+            "const during = folds(), boxes = charts.map(({place, plot}) => [place, plot.ctx.canvas].map(box));"
+            "dispatchEvent(new Event('afterprint'));"
+            "arguments[0]([before, during, folds(), boxes])})"
+        )
+        assert before == after
+        assert sum(before) < sum(during) < len(during), "the command is unfolded, all settings are not"
+        assert len({plot["x"] for plot, _ in boxes}) == 2, "columns"
+        assert all(plot["height"] - canvas["height"] < 8 for plot, canvas in boxes), "nothing is left empty below a chart"
+        assert all(330 < canvas["width"] < 360 and 170 < canvas["height"] < 200 for _, canvas in boxes)
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
 
 
 @pytest.mark.slow
@@ -871,13 +932,17 @@ def test_runs_side_by_side_are_sorted_hidden_and_pointed_at(place, browser, tmp_
 @pytest.mark.slow
 def test_the_labels_of_large_numbers_have_room(place, browser, tmp_path):
     history = read_history(place / "lightning_logs/it", "it")
-    history.curves["train/loss"] = [point._replace(value=1e5 * point.step) for point in history.curves["train/loss"]]
+    large = [point._replace(value=1e5 * point.step) for point in history.curves["train/loss"]]
+    history.curves = {"train/loss": large, "close": [point._replace(value=-0.367 - 1e-7 * point.step) for point in large]}
     file = tmp_path / "report.html"
     file.write_text(page(history))
     drawn(browser, file)
-    sizes = browser.execute_script(
-        "const [{plot}] = charts, [, {_size, _values, ticks, gap, font}] = plot.axes; plot.ctx.font = font[0];"
+    axes = browser.execute_script(
+        "return charts.slice(0, 2).map(({plot}) => {"
+        "const [, {_size, _values, ticks, gap, font}] = plot.axes; plot.ctx.font = font[0];"
         "const widths = _values.map(text => plot.ctx.measureText(text).width);"
-        "return [_size, ticks.size + gap + Math.max(...widths) / devicePixelRatio]"
+        "return [_size, ticks.size + gap + Math.max(...widths) / devicePixelRatio, _values]})"
     )
-    assert sizes[0] >= sizes[1] > 56
+    for size, needed, texts in axes:
+        assert size >= needed > 56
+        assert len({*texts}) == len(texts) > 2, "no two lines have one label"

@@ -260,7 +260,7 @@ def report_error(
         text = f"{type(error).__name__}: {error} (torchrun prints the traceback)"
     elif which == "crash" and folder is None:
         text = f"\n{text}"
-    log.error(text, extra={WHOLE: f"\n{Folded(error).whole}"} if which == "crash" else None)
+    log.error(text, extra={WHOLE: text.partition("\n")[0] + f"\n{Folded(error).whole}"} if which == "crash" else None)
     for child in children:
         child.send_signal(signal.SIGTERM)
     tell_supervisor(reported=rank)

@@ -4,8 +4,9 @@ page that puts the curves in order (Custom Scalars).
 """
 
 import logging
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,7 @@ class Dashboard(Callback):
         if validated := [tag for tag in tags if not tag.startswith("train")]:
             tags = sorted(validated, key=lambda tag: "acc" not in tag)
         declared, _, _ = hparams(_settings(typed(trainer).configuration), dict.fromkeys([*tags[:_METRICS], _OUTCOME], 0))
+        _put_first(declared, {given.lstrip("-").partition("=")[0].replace(".init_args", "") for given in sys.argv[1:]})
         for board in boards(trainer):
             board.experiment.file_writer.add_summary(declared, trainer.global_step)
         self._declared = True
@@ -212,17 +214,30 @@ def _draw_graph(trainer: Trainer, module: LightningModule, batch: object) -> Non
             part.training = True
 
 
-def _settings(configuration: Mapping[str, object]) -> dict[str, str | float | bool]:
+def _settings(configuration: Mapping[str, object]) -> dict[str, str | float]:
     """Returns the settings that have a value, by names for people: of a class its own, and its arguments right under it."""
     beside = {*BESIDE, "checkpoints", "watchdog", "recover", "profile", "dashboard", "notify", "metrics"}
     known = {name: value for name, value in flat(configuration).items() if name.partition(".")[0] not in beside}
-    named: dict[str, str | float | bool] = {}
+    named: dict[str, str | float] = {}
     for name, value in known.items():
         if name.endswith(".class_path"):
             named[name.removesuffix(".class_path").replace(".init_args", "")] = str(value).rpartition(".")[2]
         elif value is not None:
-            named[name.replace(".init_args", "")] = value if isinstance(value, (bool, int, float, str)) else str(value)
+            named[name.replace(".init_args", "")] = (
+                value if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
+            )
     return named
+
+
+def _put_first(declared: Any, names: Collection[str]) -> None:
+    """Marks settings as those in which runs differ: HParams opens with five columns, of these, or else of the first by name."""
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    data = declared.value[0].metadata.plugin_data
+    content = HParamsPluginData.FromString(data.content)
+    for info in content.experiment.hparam_infos:
+        info.differs = info.name in names
+    data.content = content.SerializeToString()
 
 
 def _as_code(text: str) -> str:

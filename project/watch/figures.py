@@ -134,7 +134,7 @@ def _kind(history: History) -> str | None:
 
 
 def scaling(histories: Sequence[History]) -> list[float | None]:
-    """Returns the samples a second and rank, relative to the run with the fewest ranks of the same model and global batch;
+    """Returns the samples a second and rank, relative to the runs with the fewest ranks of the same model and global batch;
     None where no other number of ranks has trained them.
     """
     each: dict[int, tuple[str, float, int]] = {}
@@ -145,8 +145,9 @@ def scaling(histories: Sequence[History]) -> list[float | None]:
     ratios: list[float | None] = [None] * len(histories)
     for place, (kind, speed, _) in each.items():
         alike = [other for other in each.values() if other[0] == kind]
-        if len({ranks for _, _, ranks in alike}) > 1:
-            ratios[place] = speed / min(alike, key=lambda other: other[2])[1]
+        fewest = min(ranks for _, _, ranks in alike)
+        if max(ranks for _, _, ranks in alike) > fewest:
+            ratios[place] = speed / median(base for _, base, ranks in alike if ranks == fewest)
     return ratios
 
 

@@ -292,7 +292,9 @@ def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # half a line, which a kill or a full disk has left; or somebody else's
     lives, seen = lives[-_STARTS:], sorted(seen)
-    for life, until in zip(lives, [*(following.time for following in lives[1:]), float("inf")], strict=False):
+    # What a start logs again before its first step is no sign of the life before. A spare process may be older than its end.
+    for life, until in zip(lives, [*(following.began for following in lives[1:]), float("inf")], strict=False):
+        until = max(until, life.end)
         before = bisect_left(seen, (until,))
         if life.cut_off and before > bisect_left(seen, (life.time,)):
             time, step = seen[before - 1]

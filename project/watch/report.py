@@ -68,7 +68,7 @@ def page(history: History) -> str:
         "run.html",
         title=f"Run {history.name}",
         history=history,
-        facts={**facts(history), **({"state": f"{history.state}, after step {history.step:,}"} if ended else {})},
+        facts={**facts(history), **({"state": f"{history.badge}, after step {history.step:,}"} if ended else {})},
         verdict=_verdict(history) if ended else {},
         unlearned=did_not_learn(history),
         stacks=stacks(history.folder),
@@ -133,7 +133,7 @@ def facts(history: History) -> dict[str, str]:
     known, spent = last.known if last else {}, goodput(history.lives)
     hosts: Mapping[str, int] = known.get("hosts", {})
     return {
-        "state": f"{history.state}, after step {history.step:,}" + (f": {last.why}" if last and last.why else ""),
+        "state": f"{history.badge}, after step {history.step:,}" + (f": {last.why}" if last and last.why else ""),
         "host": ", ".join(f"{name} ({count})" if len(hosts) > 1 else name for name, count in hosts.items()),
         "user": str(known.get("user") or ""),
         "started": date(history.lives[0].began) if last else "",

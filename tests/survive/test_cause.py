@@ -62,7 +62,9 @@ def test_a_users_frames_are_shown_and_the_others_counted(quick: Cli) -> None:
     assert re.search(r"without \d+ frame\(s\) of project, .*lightning.*; --debug true shows them", shown)
     assert "return self.network(points).sum() / (1 // 0)" in shown
     assert shown.rstrip().endswith("ZeroDivisionError: integer division or modulo by zero")
-    assert "lightning/pytorch/trainer/" in (run.runs[0] / "log.txt").read_text()  # where all of it is
+    log = (run.runs[0] / "log.txt").read_text()
+    assert "lightning/pytorch/trainer/" in log  # where all of it is
+    assert "ERROR   The run has ended after step 1;" in log
     content = summary(run)
     assert content["cause"] == "ZeroDivisionError: integer division or modulo by zero"
     assert re.fullmatch(r".*test_cause\.py, line \d+, in divided", content["where"])

@@ -90,9 +90,9 @@ from pathlib import Path
 import torch, lightning, tensorboard.compat.proto.event_pb2, numpy, jinja2  # as in rank 0 at the end of a fit
 from project.watch.history import read_history
 from project.watch.report import write
-peak, began = peak_of_memory(), time.process_time()
+peak, began = peak_of_memory(), time.thread_time()  # without the thread that looks at the memory
 write(read_history(Path(sys.argv[1]), "it"))
-print(peak(), time.process_time() - began)
+print(peak(), time.thread_time() - began)
 """
 
 
@@ -143,7 +143,7 @@ def test_the_page_of_a_million_steps_takes_little_memory_and_has_what_matters(tm
     assert seconds < 0.02
     megabytes, seconds = measured(MEASURE, tmp_path)
     assert megabytes < 150
-    assert seconds < 15, "3 to 5 on an idle machine"
+    assert seconds < 15, "4 to 5 on an idle machine"
     text = (tmp_path / "report.html").read_text()
     assert len(text) < 5_000_000
     summary = json.loads((tmp_path / "summary.json").read_text())

@@ -4,11 +4,21 @@ const page = JSON.parse(document.body.dataset.page), height = 230;
 const charts = [...document.querySelectorAll('figure[data-chart]')].map(figure =>
   ({figure, place: figure.querySelector('.plot'), reading: figure.querySelector('.reading'), ...JSON.parse(figure.dataset.chart)}));
 const several = document.querySelector('table.runs[class~=sortable]') !== null, off = new Set();
-let axis = 0, zoom = null;
+let axis = 0, zoom = null, folded = [];
 
-const short = value => value == null ? '' : Math.abs(value) >= 1e6 || (value && Math.abs(value) < 1e-4)
-  ? value.toExponential(2).replace(/\.?0*e\+?/, 'e')
-  : value.toLocaleString('en', Math.abs(value) >= 1000 ? {maximumFractionDigits: 0} : {maximumSignificantDigits: 4});
+const short = (value, digits = 4) => value == null ? '' : Math.abs(value) >= 1e6 || (value && Math.abs(value) < 1e-4)
+  ? value.toExponential(Math.max(2, digits - 1)).replace(/\.?0*e\+?/, 'e')
+  : value.toLocaleString('en', {maximumSignificantDigits: Math.max(digits, Math.floor(Math.log10(Math.abs(value) || 1)) + 1)});
+// The labels of an axis, with as many digits as tell neighbours apart.
+const labels = (_, all) => {
+  const apart = Math.abs(all[1] - all[0]) / Math.max(...all.map(Math.abs));
+  return all.map(value => short(value, Math.min(17, Math.max(4, Math.ceil(1 - Math.log10(apart || 1))))));
+};
+const when = seconds => new Date(1000 * seconds).toLocaleString('sv');  // as everywhere on the page: 2026-01-31 23:59:00
+const times = (_, all, at, space, apart) => {
+  const [from, to] = apart >= 86400 ? [0, 10] : all.at(-1) - all[0] >= 86400 ? [8, 16] : [11, apart < 60 ? 19 : 16];
+  return all.map(seconds => when(seconds).slice(from, to));
+};
 const named = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const ranges = page.axes.map((_, at) => {
   let low = Infinity, high = -Infinity;
@@ -64,7 +74,7 @@ function drawMarks(plot, odd) {
 function read(chart) {
   const {plot, lines, odd, reading, focus} = chart, {left, idxs} = plot.cursor;
   if (left == null || left < 0) return reading.textContent = '';
-  const near = x => Math.abs(plot.valToPos(x, 'x') - left) < 6, place = x => page.axes[axis].time ? new Date(1000 * x).toLocaleString('sv') : short(x);
+  const near = x => Math.abs(plot.valToPos(x, 'x') - left) < 6, place = x => page.axes[axis].time ? when(x) : short(x);
   const values = lines.flatMap(({name}, at) => {
     const here = idxs[at + 1], y = here == null ? null : plot.data[at + 1][here];
     return y == null || off.has(at) || (several && focus !== at + 1) ? [] : [`${name}: ${short(y)} at ${place(plot.data[0][here])}`];
@@ -77,7 +87,7 @@ function read(chart) {
 // An axis is as wide as its longest label; most are equally wide, so that charts below each other are aligned.
 function room(plot, values, at, cycle) {
   const {_size, ticks, gap, font} = plot.axes[at];
-  if (cycle > 1) return _size;
+  if (cycle > 2) return _size;
   plot.ctx.font = font[0];
   const widest = Math.max(0, ...(values ?? []).map(text => plot.ctx.measureText(text).width));
   return Math.max(56, Math.ceil(ticks.size + gap + widest / devicePixelRatio) + 2);
@@ -94,7 +104,8 @@ function decades(plot, at, low, high) {
 function draw(chart) {
   chart.plot?.destroy();
   chart.plot = null;
-  const {place, lines, from_zero, log} = chart, width = place.clientWidth;
+  const {place, lines, from_zero, log} = chart, printed = document.documentElement.classList.contains('printed');
+  const width = place.clientWidth && printed ? 430 : place.clientWidth;  // on paper shrunk a little, whatever the screen was
   if (!width) return;  // folded away
   chart.odd = lines.flatMap(({name, x, y}) => y.flatMap((value, at) => typeof value === 'string' ? [{name, value, x: x[axis][at]}] : []));
   const usable = value => typeof value === 'number' && !(log && value <= 0);
@@ -107,8 +118,8 @@ function draw(chart) {
     series: [{}, ...lines.map(({name, colour}, at) => ({label: name, stroke: colour, width: 1.8, show: !off.has(at), points: {size: 4, fill: colour}}))],
     scales: {x: {time: Boolean(page.axes[axis].time), range: () => view()}, y: {distr: log ? 3 : 1, range}},
     axes: [
-      {...line, size: 24, space: 64, label: page.axes[axis].name, labelSize: 16, labelFont: '11px system-ui', ...(page.axes[axis].time ? {} : {values: (_, all) => all.map(short)})},
-      {...line, size: room, ...(log ? {splits: decades, filter: (_, splits) => splits} : {}), values: (_, all) => all.map(short)},
+      {...line, size: 28, space: 64, label: page.axes[axis].name, labelSize: 16, labelFont: '11px system-ui', values: page.axes[axis].time ? times : labels},
+      {...line, size: room, ...(log ? {splits: decades, filter: (_, splits) => splits} : {}), values: labels},
     ],
     cursor: {
       drag: {x: true, y: false, setScale: false}, sync: {key: 'x', setSeries: several}, hover: {skip: [undefined, null]},
@@ -203,7 +214,8 @@ matchMedia('(prefers-color-scheme: dark)').addEventListener('change', drawAll);
 for (const [name, printed] of [['beforeprint', true], ['afterprint', false]])
   addEventListener(name, () => {
     document.documentElement.classList.toggle('printed', printed);
-    for (const part of document.querySelectorAll('.differences')) part.open = printed;
+    if (printed) folded = document.querySelectorAll('details:is(.differences,.marks,.facts *):not([open])');
+    for (const part of folded) part.open = printed;  // on paper nothing can be unfolded
     drawAll();
   });
 
