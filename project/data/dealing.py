@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypedDict, cast
+from typing import Any, TypeAlias, TypedDict, cast
 
 import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, Subset, get_worker_info
 from torch.utils.data.sampler import BatchSampler
 from typing_extensions import NotRequired, Unpack
 
@@ -22,6 +22,8 @@ from project.data.worker_signals import with_signals
 from project.errors import UserError
 
 log = logging.getLogger(__name__)
+
+States: TypeAlias = tuple[torch.Tensor, object, object]
 
 _END = object()
 _PROCESSES = 1 << 45  # no micro-batch has this number
@@ -89,6 +91,8 @@ class SeededLoader(DealtLoader):
 
     watched = False
     """The first of its processes reports what its copy of the dataset keeps."""
+    reports_draws = False
+    """It is reported if random numbers are drawn for its first micro-batch as a whole, and not for a sample."""
     _attributes: Attributes | None = None
 
     def _batches(self) -> Iterator[object]:
@@ -102,11 +106,14 @@ class SeededLoader(DealtLoader):
                     "persistent_workers=False.",
                     names,
                 )
-        vars(self)["dataset"] = SeededDataset(own, self.watched)  # for the iterator that is made here
+        collate = self.collate_fn
+        seeded = vars(self)["dataset"] = SeededDataset(own, self.watched)  # for the iterator that is made here
+        if self.reports_draws:
+            self.reports_draws, seeded.notes_draws, self.collate_fn = False, True, partial(seeded.collate, collate)
         try:
             return super()._batches()
         finally:
-            vars(self)["dataset"] = own
+            vars(self)["dataset"], self.collate_fn = own, collate
 
 
 def _show_own_dataset(init_fn: Callable[[int], None] | None, number: int) -> None:
@@ -158,6 +165,10 @@ class SeededDataset(Dataset[object]):
     """The user's dataset, whose random numbers are a function of the micro-batch, in whatever process it is read. If it is
     `watched`, the first of a loader's processes names what the dataset has changed of itself."""
 
+    notes_draws = False
+    _states_of_samples: States | None = None
+    """The generators' states when the samples of the first micro-batch had been read."""
+
     def __init__(self, dataset: Dataset[object], watched: bool = False) -> None:
         self.dataset = dataset
         self._checks, self._attributes = 3 if watched else 0, Attributes()
@@ -180,10 +191,25 @@ class SeededDataset(Dataset[object]):
     def __getitems__(self, samples: Samples) -> Sequence[object]:
         self._watch()
         seed_generators(samples.seed)
-        read: Callable[[list[int]], Sequence[object]] | None = getattr(self.dataset, "__getitems__", None)
-        if read is not None:
-            return read(list(samples))
-        return [self._seeded_sample(samples, number) for number in samples]
+        whole: object = self.dataset
+        while type(whole) is Subset:  # which reads its samples one by one, where the whole does
+            whole = whole.dataset
+        read: Callable[[list[int]], Sequence[object]] | None = (
+            getattr(self.dataset, "__getitems__", None) if hasattr(whole, "__getitems__") else None
+        )
+        items = [self._seeded_sample(samples, number) for number in samples] if read is None else []
+        if self.notes_draws:
+            self.notes_draws, self._states_of_samples = False, generator_states()
+        return items if read is None else read(list(samples))
+
+    def collate(self, collate_fn: Callable[[Any], object], samples: object) -> object:
+        """Makes a batch by the user's function; of an evaluation, reports what is drawn at random for it."""
+        batch = collate_fn(samples)
+        before, self._states_of_samples = self._states_of_samples, None
+        info = get_worker_info()
+        if before is not None and (info is None or not info.id):
+            warn_of_draws([f"{name} in collate_fn or __getitems__" for name in drawn_from(before)])
+        return batch
 
     def _watch(self) -> None:
         """Checks before each of the first three micro-batches (a `collate_fn` runs after a dataset) that nothing changed."""
@@ -230,6 +256,30 @@ def restore_generators() -> Callable[[], None]:
             torch.cuda.set_rng_state(device)
 
     return restore
+
+
+def warn_of_draws(names: list[str]) -> None:
+    """Warns of random numbers that an evaluation draws from these generators for a micro-batch."""
+    if names:
+        log.warning(
+            "An evaluation draws random numbers (%s), which follow from the micro-batch: on another number of ranks its "
+            "micro-batches, and so its metrics, are others. HINT: trainer.exact=true has the same ones on any number.",
+            ", ".join(names),
+        )
+
+
+def drawn_from(before: States) -> list[str]:
+    """Returns the names of the generators from which somebody has drawn."""
+    now = generator_states()
+    same = {"torch": torch.equal(before[0], now[0]), "random": before[1] == now[1], "numpy": before[2] == now[2]}
+    return [name for name, stayed in same.items() if not stayed]
+
+
+def generator_states() -> States:
+    """Returns the states of the CPU generators of torch, random and numpy, to compare."""
+    numpy = np.random.get_state(legacy=True)
+    assert isinstance(numpy, tuple)
+    return torch.default_generator.get_state(), random.getstate(), (numpy[1].tobytes(), *numpy[2:])
 
 
 def seed_generators(seed: int) -> None:

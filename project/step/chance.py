@@ -8,19 +8,17 @@ outside any moment are reported: nothing says how often another rank, or a resum
 
 import logging
 import os
-import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Protocol, TypeAlias, cast
 from zlib import crc32
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
-from project.data.dealing import chance_kept, seed_generators
+from project.data.dealing import States, chance_kept, drawn_from, generator_states, seed_generators, warn_of_draws
 from project.data.order import chance
 from project.errors import UserError
 from project.step.evaluated import arriving_key, begin_evaluated_micro_batch
@@ -50,7 +48,6 @@ _MOMENTS = _OF_A_RUN | _OF_AN_EPOCH | _OF_A_STEP
 _SEEDED_AFTER = ("prepare_data", "configure_callbacks")
 """Hooks after which Lightning itself seeds the generators, when it connects the ranks."""
 
-States: TypeAlias = tuple[torch.Tensor, object, object]
 Profile: TypeAlias = Callable[[str], AbstractContextManager[object]]
 """A profiler's context of an action, which it gets the name of."""
 
@@ -105,7 +102,7 @@ class Moments:
             and (position := arriving_key(self._trainer)) is not None
         ):
             seed_moment(*position, _ARRIVING)
-            self._states_at_transfer = self._states_at_transfer or _generator_states()  # of the first one
+            self._states_at_transfer = self._states_at_transfer or generator_states()  # of the first one
         if hook not in _MOMENTS or action.startswith("[Strategy]"):
             return profile(action)
         return self._seed_hook(profile, action, hook)
@@ -160,7 +157,7 @@ class Moments:
 
     def drawn_in_transfer(self) -> list[str]:
         """Returns the generators that were drawn from while the first micro-batch of an evaluation went to the device."""
-        return [] if self._states_at_transfer is None else _drawn_from(self._states_at_transfer)
+        return [] if self._states_at_transfer is None else drawn_from(self._states_at_transfer)
 
     # What is drawn outside ---------------------------------------------------------------------------------------------
 
@@ -182,12 +179,12 @@ class Moments:
     def _note_states(self, moment: str) -> None:
         """Notes the generators' states at the end of a moment."""
         if self._checks and not self._depth:
-            self._last_moment, self._states_at_last_moment = moment, _generator_states()
+            self._last_moment, self._states_at_last_moment = moment, generator_states()
 
     def _check_draws(self, moment: str) -> None:
         """Reports, once, numbers that were drawn since the end of the last moment."""
         before, self._states_at_last_moment = self._states_at_last_moment, None
-        if before is None or self._depth or not (drawn := _drawn_from(before)):
+        if before is None or self._depth or not (drawn := drawn_from(before)):
             return
         self._checks = False  # once
         what = (
@@ -198,20 +195,6 @@ class Moments:
         if self._exact:
             raise UserError(f"trainer.exact can't be kept: {what}. HINT: {hint}")
         log.warning("%s%s. HINT: %s", what[0].upper(), what[1:], hint)
-
-
-def _drawn_from(before: States) -> list[str]:
-    """Returns the names of the generators from which somebody has drawn."""
-    now = _generator_states()
-    same = {"torch": torch.equal(before[0], now[0]), "random": before[1] == now[1], "numpy": before[2] == now[2]}
-    return [name for name, stayed in same.items() if not stayed]
-
-
-def _generator_states() -> States:
-    """Returns the states of the CPU generators of torch, random and numpy, to compare."""
-    numpy = np.random.get_state(legacy=True)
-    assert isinstance(numpy, tuple)
-    return torch.default_generator.get_state(), random.getstate(), (numpy[1].tobytes(), *numpy[2:])
 
 
 class ChanceByMicroBatch(Callback):
@@ -250,7 +233,7 @@ class ChanceByMicroBatch(Callback):
                 self._drawn_in_transfer = trainer.fit_loop.epoch_loop.moments.drawn_in_transfer()
             seed_moment(*position, _EVALUATED)
             if looks:
-                self._has_checked, self._states_at_start = True, _generator_states()
+                self._has_checked, self._states_at_start = True, generator_states()
 
     def on_validation_batch_end(
         self,
@@ -262,13 +245,9 @@ class ChanceByMicroBatch(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         before, self._states_at_start = self._states_at_start, None
-        drawn = [] if before is None else [*dict.fromkeys([*self._drawn_in_transfer, *_drawn_from(before)])]
-        if drawn and trainer.is_global_zero:
-            log.warning(
-                "An evaluation draws random numbers (%s), which follow from the micro-batch: on another number of ranks its "
-                "micro-batches, and so its metrics, are others. HINT: trainer.exact=true has the same ones on any number.",
-                ", ".join(drawn),
-            )
+        drawn = [] if before is None else [*dict.fromkeys([*self._drawn_in_transfer, *drawn_from(before)])]
+        if trainer.is_global_zero:
+            warn_of_draws(drawn)
 
     on_test_batch_start, on_test_batch_end = on_validation_batch_start, on_validation_batch_end
     on_predict_batch_end = on_validation_batch_end

@@ -376,7 +376,7 @@ class Loaders(_DataConnector):
         shuffled = seed if _shuffles(loader) else None
         order = Order(whole, size, here.count, shuffled, least=1, cut=exact)
         dealt = deal(loader, order, here.rank, here.count, seed, each=True)
-        dealt.aligned = exact
+        dealt.aligned, dealt.reports_draws = exact, trainer.is_global_zero and not exact
         if mode == RunningStage.PREDICTING and dealt.batch_sampler is not None:
             inner = cast(BatchSampler, dealt.batch_sampler)  # or ours, which has its methods
             wrapped = _IndexBatchSamplerWrapper(inner)  # where Lightning looks for what was predicted

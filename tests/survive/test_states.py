@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from project import Trainer
 from project.checkpoints.callback import Checkpoints, copy_to_host
@@ -628,6 +628,48 @@ def test_an_evaluation_that_draws_is_named(
     if isinstance(drawing, Augmented):  # each of its micro-batches has numbers of its own, the same in each validation
         assert len(drawing.drawn) == (24 if exact else 6)
     assert caplog.text.count("An evaluation draws random numbers (torch)") == int(not exact)
+
+
+class Averaging(Regression):
+    """Logs the mean of what it validates on."""
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.log("val_mean", batch["point"].mean(), batch_size=len(batch["point"]))
+
+
+def noisy_batch(samples: list[Any]) -> Any:
+    return {**(batch := default_collate(samples)), "point": batch["point"] + torch.randn(6)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_batch_of_an_evaluation_that_is_made_at_random_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], workers: int, exact: bool
+) -> None:
+    logging.getLogger().addHandler(shown := logging.StreamHandler())  # a loader process's log is seen where it is written
+    try:
+        for collate_fn in (noisy_batch, None):
+            validated = DataLoader(Points(8), batch_size=4, num_workers=workers, collate_fn=collate_fn)
+            trainer = Trainer(
+                default_root_dir=tmp_path, max_steps=12, exact=exact, global_batch_size=4, logger=False, accelerator="cpu"
+            )
+            trainer.fit(Averaging(), points(), validated)
+            drawn = "An evaluation draws random numbers (torch in collate_fn or __getitems__)"
+            assert capfd.readouterr().err.count(drawn) == int(collate_fn is not None and not exact)
+    finally:
+        logging.getLogger().removeHandler(shown)
+
+
+def test_a_part_of_a_dataset_is_validated_on_the_same_samples_in_any_micro_batches(tmp_path: Path) -> None:
+    means = []
+    for validated in (Subset(Points(24), range(24)), Points(24)):
+        for size in (4, 6):  # as on another number of ranks
+            trainer = Trainer(
+                default_root_dir=tmp_path, max_epochs=1, logger=False, enable_checkpointing=False, accelerator="cpu"
+            )
+            trainer.fit(Averaging(), points(), DataLoader(validated, batch_size=size))
+            means.append(trainer.callback_metrics["val_mean"])
+    torch.testing.assert_close(torch.stack(means), means[0].repeat(4))
 
 
 class Predicting(Regression):
