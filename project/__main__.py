@@ -13,7 +13,7 @@ from project.cli.reading import ended
 from project.launch import supervisor
 from project.launch.fork_server import is_fork_server
 from project.launch.orphans import end_with_parent, ends_with_parent
-from project.survive.output import ignore_output_errors
+from project.survive.output import LOST, ignore_output_errors
 from project.survive.requeue import listen_for_signals
 
 _READERS = {
@@ -34,6 +34,26 @@ _ENGINES = {"ray": "project.launch.ray.verb", "prove": "project.cli.prove", "sch
 
 
 def main() -> None:
+    """Runs the program. Where it is to print something, a text that can't be written is an error; training continues."""
+    asks = any(word in ("-h", "-V", "--version") or word.startswith(("--help", "--print_config")) for word in sys.argv[1:])
+    if asks or sys.argv[1:2] in (["schema"], ["manifest"]):
+        sys.exit(ended(_printed))
+    _main()
+
+
+def _printed() -> int:
+    try:
+        _main()
+    except SystemExit as end:
+        if end.code:
+            raise
+    sys.stdout.flush()
+    if 1 in LOST:
+        raise LOST[1]
+    return 0
+
+
+def _main() -> None:
     if sys.argv[1:] in (["--version"], ["-V"]):  # answered before the libraries are loaded, which takes seconds
         from project import __version__
 

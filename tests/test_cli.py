@@ -10,11 +10,13 @@ import pytest
 import yaml
 
 from project.__main__ import _TRAINING
+from project.cli import runs as listing
 from project.cli.keys import help_page
 from project.cli.verbs import sentence
 from project.config_files import expand
 from project.launch.launcher import Launch
 from project.runs import open_run
+from project.watch.history import lives_of
 from tests.conftest import ROOT, TINY, environment
 
 DDP = "--config=configs/ddp.yaml"
@@ -180,6 +182,20 @@ def test_a_mistake_is_one_line_and_no_traceback(quick, tmp_path, mistake):
     assert "Traceback" not in run.output
     assert run.output.count("ERROR") == 1
     assert not list(tmp_path.glob("lightning_logs/*"))  # a fit that is refused leaves no run
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_new_run_that_crashes_before_it_trains_is_named_and_listed(quick, ranks):
+    own = ("--model=tests.survive.broken.Unprepared", "--data=tests.own.PointsData", "--trainer.accelerator=cpu")
+    run = quick("fit", *own, "--trainer.max_epochs=1", "--run=it", ranks=ranks)
+    assert run.code == 1, run.output
+    (folder,) = run.runs
+    assert run.output.count(f"Run: {folder}\n") == 1
+    (listed,) = listing.listed(folder.parent)
+    assert (listed.state, listed.step, listed.ranks, listed.disposable) == ("failed", 0, ranks, True)
+    (life,) = lives_of(folder / "life.jsonl")
+    assert life.why.endswith("RuntimeError: a bug of the user's")
+    assert life.where.endswith("broken.py, line 35, in setup")
 
 
 def test_a_checkpoint_does_not_override_the_command_line(quick):
