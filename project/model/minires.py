@@ -47,6 +47,8 @@ class MiniResNet(nn.Module):
         blocks: int = 2,
     ) -> None:
         super().__init__()
+        if blocks < 1:
+            raise ValueError(f"blocks is 1 at least, and not {blocks}")
         self.stem = nn.Sequential(
             nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False),
             nn.BatchNorm2d(widths[0]),

@@ -65,6 +65,7 @@ class Life(Callback):
         self._set_up = time.time()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        device = trainer.strategy.root_device
         self._begin(
             trainer,
             epoch=trainer.current_epoch,
@@ -74,6 +75,7 @@ class Life(Callback):
             accumulation=trainer.accumulate_grad_batches,
             global_batch=typed(trainer).global_batch,
             **epoch_size(trainer),
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             **self._made_of(trainer),
         )
 
@@ -83,7 +85,6 @@ class Life(Callback):
         self._first_step = trainer.global_step
         hosts = typed(trainer).host_names
         each = trainer.world_size // len(hosts)  # those that have not met are all on this one
-        device = trainer.strategy.root_device
         self._write(
             trainer,
             "start",
@@ -94,7 +95,6 @@ class Life(Callback):
             changed=self._changed() if trainer.is_global_zero and self._changed else None,
             ranks=trainer.world_size,
             hosts={name: count * each for name, count in Counter(hosts).items()},
-            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             precision=str(trainer.precision),
             versions={
                 "project": __version__,
