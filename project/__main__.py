@@ -35,13 +35,14 @@ _ENGINES = {"ray": "project.launch.ray.verb", "prove": "project.cli.prove", "sch
 
 def main() -> None:
     """Runs the program. Where it is to print something, a text that can't be written is an error; training continues."""
-    asks = any(word in ("-h", "-V", "--version") or word.startswith(("--help", "--print_config")) for word in sys.argv[1:])
-    if asks or sys.argv[1:2] in (["schema"], ["manifest"]):
+    prints = any(flag in ("-h", "-V", "--version") or flag.startswith(("--help", "--print_config")) for flag in sys.argv[1:])
+    if prints or sys.argv[1:2] in (["schema"], ["manifest"]):
         sys.exit(ended(_printed))
     _main()
 
 
 def _printed() -> int:
+    """Runs a command that prints, and raises the error of a text that could not be written."""
     try:
         _main()
     except SystemExit as end:
