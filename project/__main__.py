@@ -14,7 +14,7 @@ from project.launch import supervisor
 from project.launch.fork_server import is_fork_server
 from project.launch.orphans import end_with_parent, ends_with_parent
 from project.survive.exit import exit_fast, is_the_program
-from project.survive.output import ignore_output_errors
+from project.survive.output import LOST, ignore_output_errors
 from project.survive.requeue import listen_for_signals
 
 _READERS = {
@@ -35,33 +35,66 @@ _ENGINES = {"ray": "project.launch.ray.verb", "prove": "project.cli.prove", "sch
 
 
 def main() -> None:
+    """Runs the program. Where it is to print something, a text that can't be written is an error; training continues."""
+    prints = any(flag in ("-h", "-V", "--version") or flag.startswith(("--help", "--print_config")) for flag in sys.argv[1:])
+    prints = prints or sys.argv[1:2] in (["schema"], ["manifest"])
+    code: int | str | None = 0
+    try:
+        code = ended(_printed) if prints else _main()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        gc.unfreeze()  # some libraries report objects that never end
+        raise
+    if "torch" in sys.modules and is_the_program("project"):
+        exit_fast(code)
+    gc.unfreeze()
+    sys.exit(code)
+
+
+def _printed() -> int:
+    """Runs a command that prints, and raises the error of a text that could not be written."""
+    try:
+        if code := _main():
+            return code
+    except SystemExit as end:
+        if end.code:
+            raise
+    sys.stdout.flush()
+    if 1 in LOST:
+        raise LOST[1]
+    return 0
+
+
+def _main() -> int:
+    """Runs the program, and returns its exit code."""
     if sys.argv[1:] in (["--version"], ["-V"]):  # answered before the libraries are loaded, which takes seconds
         from project import __version__
 
         print(f"project {__version__}")
-        return
+        return 0
     if sys.argv[1:] in (["--help"], ["-h"]):
         from project.cli.verbs import page
 
         ignore_output_errors()
         print(page(), end="")
-        return
+        return 0
     if len(sys.argv) == 3 and sys.argv[1] in _TRAINING and sys.argv[2] in ("--help", "-h"):
         from project.cli.keys import help_page
 
         ignore_output_errors()
         print(help_page(sys.argv[1]), end="")
-        return
+        return 0
     if module := (_READERS | _ENGINES).get("".join(sys.argv[1:2])):
         if sys.argv[1] in ("sweep", *_ENGINES):  # the others have nothing else to do than to print
             ignore_output_errors()
         verb = partial(import_module(module).main, sys.argv[2:])
-        sys.exit(ended(verb) if sys.argv[1] in _READERS else verb())
+        return ended(verb) if sys.argv[1] in _READERS else verb()
     if not is_fork_server():  # which notices the end of its supervisor by itself, and gets no signals but from there
         if ends_with_parent():
             end_with_parent()
         if restarts := supervisor.restarts(sys.argv[1:]):
-            sys.exit(supervisor.supervise(restarts))
+            return supervisor.supervise(restarts)
         listen_for_signals()
     ignore_output_errors()
     interrupt = signal.getsignal(signal.SIGINT)
@@ -84,15 +117,9 @@ def main() -> None:
         gc.enable()
         signal.signal(signal.SIGINT, interrupt)
         run()
-        code: int | str | None = 0
     except KeyboardInterrupt:
-        code = 130
-    except SystemExit as end:
-        code = end.code
-    if is_the_program("project"):
-        exit_fast(code)
-    gc.unfreeze()  # some libraries report objects that never end
-    sys.exit(code)
+        return 130
+    return 0
 
 
 def _bench() -> Callable[[], None]:

@@ -32,8 +32,11 @@ TypedPlugin = Precision | ClusterEnvironment | CheckpointIO | LayerSync
 
 # The least that a number can mean; what Lightning refuses by itself, in words of its own, is not here.
 LEAST = {
-    **dict.fromkeys(("log_every_n_steps", "check_val_every_n_epoch", "accumulate_grad_batches", "threads"), 1),
+    **dict.fromkeys(
+        ("log_every_n_steps", "check_val_every_n_epoch", "accumulate_grad_batches", "threads", "global_batch_size"), 1
+    ),
     **dict.fromkeys(("gradient_clip_val", "join_timeout", "min_epochs", "min_steps"), 0),
+    "num_sanity_val_steps": -1,
     **{f"limit_{stage}_batches": 0 for stage in ("train", "val", "test", "predict")},
 }
 
@@ -119,8 +122,12 @@ def _culprit(given: Mapping[str, object], error: str) -> str:
     """Returns the argument that Lightning's error is about, by its value; empty where that is not clear."""
     if "Timer(duration" in error:
         return f"trainer.max_time={given['max_time']}: "
+    for name, value in given.items():  # as in `strategy='ddpp'`; of max_time, which may have keys, Lightning has one of these
+        whole = [f"{name}={value!r}"] if isinstance(value, str) else [*map(repr, value)] if isinstance(value, dict) else []
+        if any(text in error for text in whole):
+            return f"trainer.{name}={value}: "
     words = {name: value for name, value in given.items() if isinstance(value, str) and value}
-    whole = {name: rf"(?<![\w.]){re.escape(value)}(?!\.?\w)" for name, value in words.items()}  # not the 1 of a version 1.13
-    named = [name for name, pattern in whole.items() if re.search(pattern, error, re.IGNORECASE)]
+    patterns = {name: rf"(?<![\w.]){re.escape(value)}(?!\.?\w)" for name, value in words.items()}  # not the 1 of a version 1.13
+    named = [name for name, pattern in patterns.items() if re.search(pattern, error, re.IGNORECASE)]
     # A short word, as auto, may be there by chance, among what could be chosen.
     return max((f"trainer.{name}={words[name]}: " for name in named), key=len, default="")

@@ -18,6 +18,7 @@ from project.untrusted import read_yaml
 CONFIGS = Path(__file__).parent / "configs"  # in a wheel; beside the package in a checkout
 RUNS = "lightning_logs"
 _NAMED = 20  # runs in an error
+_LONGEST_NAME = 200  # characters of a run: a file system takes 255, and a folder beside it has more
 EVALUATING = ("validate", "test", "predict", "export")  # they look at weights that are there
 
 
@@ -115,6 +116,8 @@ def named_configs(argv: list[str]) -> list[Path]:
 
 def checked(name: str) -> str:
     """Returns the name of a run, if it can be one."""
+    if len(name.encode()) > _LONGEST_NAME:
+        raise UserError(f"A run's name has {_LONGEST_NAME} characters at most, and {name[:20]}... has more.")
     if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
         raise UserError(f"A run's name is made of letters, digits, '.', '_' and '-', and {name!r} is not.")
     return name

@@ -49,7 +49,7 @@ def as_user_error(error: Exception, text: str) -> UserError:
     """
     bases = (type(error),) if isinstance(error, UserError) else (UserError, type(error))
     try:
-        kind: type[UserError] = type(type(error).__name__, bases, {"__module__": __name__})
+        kind: type[UserError] = type(type(error).__name__, bases, {"__module__": __name__, "__str__": Exception.__str__})
         return kind(text)
     except TypeError:
         return UserError(text)

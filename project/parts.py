@@ -186,7 +186,7 @@ class Parted:
     def __init__(self, path: Path, load: Callable[[Path], object]) -> None:
         self.path, self._load = path, load
         self._parts: dict[int, Mapping[str, Tensor]] = {}
-        content = cast(_Whole, self._open(WHOLE, "what is not spread"))
+        content = cast(_Whole, self._open(WHOLE, "the part that every rank reads"))
         self._name = content["name"]
         self._ranks = content["ranks"]
         self._whole = content["checkpoint"]

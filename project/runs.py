@@ -4,6 +4,7 @@ What makes it this run and no other stands in one table, `KINDS`, which docs/key
 others receive its decision.
 """
 
+import errno
 import fcntl
 import logging
 import math
@@ -125,7 +126,8 @@ class Run:
                 os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, _lock_mode()), "r+"
             )
         except OSError as error:
-            raise FaultError(
+            wrong = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)  # another host would not help
+            raise (UserError if wrong else FaultError)(
                 f"The run's folder {folder} can't be made: {error}. HINT: user {os.geteuid()} must be able to write there "
                 "(into a container, mount a folder that it can), or set trainer.default_root_dir."
             ) from error

@@ -10,11 +10,13 @@ import pytest
 import yaml
 
 from project.__main__ import _TRAINING
+from project.cli import runs as listing
 from project.cli.keys import help_page
 from project.cli.verbs import sentence
 from project.config_files import expand
 from project.launch.launcher import Launch
 from project.runs import open_run
+from project.watch.history import lives_of
 from tests.conftest import ROOT, TINY, environment
 
 DDP = "--config=configs/ddp.yaml"
@@ -154,6 +156,31 @@ MISTAKES = {
         ],
         "every_n_steps is a number of steps, not 0",
     ),
+    "a checkpoint of another kind": (["fit", DDP, "--ckpt_path=text.ckpt"], "can't be read as a checkpoint: KeyError"),
+    "a schedule that divides by 0": (
+        ["fit", DDP, "--model.lr_scheduler=StepLR", "--model.lr_scheduler.step_size=0"],
+        "model.lr_scheduler can't be made: integer modulo by zero",
+    ),
+    "images of no pixel": (["fit", DDP, "--data.source.init_args.image_size=0"], "image_size is 1 at least"),
+    "stages without blocks": (["fit", DDP, "--model.network.init_args.blocks=0"], "blocks is 1 at least"),
+    "a strategy that there is not": (["fit", DDP, "--trainer.strategy=ddpp"], "--trainer.strategy: "),
+    "a time in no unit": (["fit", DDP, "--trainer.max_time={hourz: 1}"], "--trainer.max_time: "),
+    "a global batch of nothing": (["fit", DDP, "--trainer.global_batch_size=0"], "--trainer.global_batch_size: "),
+    "fewer sanity steps than all": (["fit", DDP, "--trainer.num_sanity_val_steps=-2"], "--trainer.num_sanity_val_steps: "),
+    "a name too long for a folder": (["fit", DDP, f"--run={'a' * 300}"], "A run's name has 200 characters at most"),
+    "a global batch above the data's": (
+        [
+            *("fit", "--model=tests.own.Regression", "--data=tests.own.PointsData", "--trainer.max_epochs=1"),
+            "--trainer.global_batch_size=128",
+        ],
+        "50 training sample(s) are too few for a global batch of 128",
+    ),
+    "two global batches": (["fit", DDP, "--trainer.global_batch_size=64"], "HINT: set data.global_batch_size, and leave out"),
+    "a run that ends before it begins": (["fit", DDP, "--model.lr_scheduler.total_steps=-1"], "total_steps is 1 at least"),
+    "a folder in a file": (
+        ["fit", DDP, "--trainer.default_root_dir=empty.yaml"],
+        "--trainer.default_root_dir: The run's folder",
+    ),
     "a precision that there is not": (["fit", DDP, "--trainer.precision=17"], "precision"),
     "a strategy of Lightning's": (
         ["fit", DDP, "--trainer.strategy=ModelParallelStrategy"],
@@ -171,6 +198,7 @@ def test_a_mistake_is_one_line_and_no_traceback(quick, tmp_path, mistake):
     (tmp_path / "twice.yaml").write_text("trainer:\n  max_epochs: 1\n  max_epochs: 2\n")
     (tmp_path / "empty.yaml").write_text("# nothing yet\n")
     (tmp_path / "circle.yaml").write_text("base: circle.yaml\n")
+    (tmp_path / "text.ckpt").write_text("hello")
     (tmp_path / "short.ckpt").write_bytes(b"PK\x03\x04 and no more")
     words, cause = MISTAKES[mistake]
     small = TINY if words[:2] == ["fit", DDP] else []
@@ -180,6 +208,20 @@ def test_a_mistake_is_one_line_and_no_traceback(quick, tmp_path, mistake):
     assert "Traceback" not in run.output
     assert run.output.count("ERROR") == 1
     assert not list(tmp_path.glob("lightning_logs/*"))  # a fit that is refused leaves no run
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_new_run_that_crashes_before_it_trains_is_named_and_listed(quick, ranks):
+    own = ("--model=tests.survive.broken.Unprepared", "--data=tests.own.PointsData", "--trainer.accelerator=cpu")
+    run = quick("fit", *own, "--trainer.max_epochs=1", "--run=it", ranks=ranks)
+    assert run.code == 1, run.output
+    (folder,) = run.runs
+    assert run.output.count(f"Run: {folder}\n") == 1
+    (listed,) = listing.listed(folder.parent)
+    assert (listed.state, listed.step, listed.ranks, listed.disposable) == ("failed", 0, ranks, True)
+    (life,) = lives_of(folder / "life.jsonl")
+    assert life.why.endswith("RuntimeError: a bug of the user's")
+    assert life.where.endswith("broken.py, line 35, in setup")
 
 
 def test_a_checkpoint_does_not_override_the_command_line(quick):
@@ -275,3 +317,11 @@ def test_verbs_that_read_runs_answer_without_loading_torch(words):
     )  # fmt: skip
     assert done.returncode == 0
     assert not re.search(r"\| +(torch|lightning|numpy|tensorboard)$", done.stderr, re.MULTILINE)
+
+
+def test_a_rank_of_another_launcher_is_refused_before_it_begins(quick):
+    run = quick("fit", DDP, *TINY, "--run=x", LOCAL_RANK="0", NODE_RANK="0", WORLD_SIZE="1")
+    assert run.code == 0, run.output
+    refused = quick("fit", DDP, *TINY, "--run=x", LOCAL_RANK="1", NODE_RANK="-1", WORLD_SIZE="1")
+    assert refused.code == 2
+    assert "LOCAL_RANK=1 is set in the environment, and trainer.devices makes 1 process(es)" in refused.output

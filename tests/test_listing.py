@@ -73,6 +73,11 @@ def test_runs_are_listed_sorted_and_filtered(many, capsys):
     assert (known["good"]["step"], known["good"]["of"], known["good"]["ranks"]) == (100, 100, 2)
     assert known["good"]["size"] > 3000
     assert [run["name"] for run in listed(capsys, "--sort", "metric", "--state", "finished")] == ["better", "good"]
+    for name in ("good", "better"):
+        (many / name / "config.yaml").write_text("checkpoints: {monitor: val/loss, mode: min}")
+    assert [run["metric"][1] for run in listed(capsys, "--sort", "metric")[:2]] == [pytest.approx(0.05), pytest.approx(0.1)]
+    for name in ("good", "better"):
+        (many / name / "config.yaml").unlink()
     assert [run["name"] for run in listed(capsys, "--sort", "size")][:2] == ["better", "good"]
     assert [run["name"] for run in listed(capsys, "--older", "1d")] == ["good"]
     assert {run["name"] for run in listed(capsys, "b*")} == {"better", "broken", "busy"}
@@ -110,7 +115,8 @@ def test_nothing_goes_without_a_yes_and_never_what_is_in_training(many):
     done = cleaned(many.parent, "yes\n", "--state", "finished", "--state", "running", "--older", "1d")
     assert "1 run with 1 checkpoint, 3" in done.stdout
     assert names(many) == {"busy", "better", "notes"}
-    assert "nothing to remove" in cleaned(many.parent, "yes\n", "busy").stdout
+    lines = cleaned(many.parent, "yes\n", "busy").stdout.splitlines()
+    assert lines == ["busy: kept: it is in training, or in use by another verb", "There is nothing to remove."]
 
 
 def test_a_run_that_is_begun_while_somebody_is_asked_is_kept(many, monkeypatch, capsys):

@@ -180,8 +180,10 @@ def test_a_class_that_is_another_takes_the_arguments_that_it_knows():
     assert json.dumps(document())
 
 
-def test_a_reader_that_has_gone_is_no_error_and_a_full_disk_is_one(tmp_path):
-    words = [sys.executable, "-m", "project", "completion", "bash"]
+@pytest.mark.parametrize("verb", ["completion bash", "fit --help", "fit --config=configs/ddp.yaml --print_config"])
+def test_a_reader_that_has_gone_is_no_error_and_a_full_disk_is_one(tmp_path, verb):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    words = [sys.executable, "-m", "project", *verb.split()]
     reader, pipe = os.pipe()
     os.close(reader)
     with open("/dev/full", "wb") as full, open(pipe, "wb") as gone:

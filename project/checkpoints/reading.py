@@ -367,7 +367,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
             raise
         except Exception as error:  # whatever a damaged file makes of the reader
             hint = "it may be cut short; take an older one from the same folder."
-            text = f"{path} can't be read as a checkpoint: {error}. HINT: {hint}"
+            text = f"{path} can't be read as a checkpoint: {type(error).__name__}: {error}. HINT: {hint}"
             if isinstance(error, FileNotFoundError):
                 text = f"There is no checkpoint {path}."
             elif isinstance(error, pickle.UnpicklingError):

@@ -504,7 +504,8 @@ def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Tr
 
 
 def _end(error: Exception, rank: int) -> int:
-    """Reports the error that ends this process, and returns the exit code. A run that is refused leaves no folder."""
+    """Reports the error that ends this process, and returns the exit code. A run that is refused, or has no Trainer, leaves no
+    folder."""
     trainer, run = ProjectCLI.running, ProjectCLI.opened
     if trainer is not None:
         observed = getattr(trainer.strategy.launcher, "procs", [])
@@ -522,7 +523,7 @@ def _end(error: Exception, rank: int) -> int:
             time.sleep(10)  # who started this process ends it when rank 0 has: not before that one has said why
         if not isinstance(error, LaunchError) or rank == 0 or os.environ.get("LOCAL_RANK") == "0":
             report_error(error, rank, host())  # rank 0, it seems, has not found the same
-    if run is not None and code == WRONG and not (trainer and trainer.global_step):
+    if run is not None and (trainer is None or (code == WRONG and not trainer.global_step)):
         run.discard_if_empty()
     return code
 

@@ -69,6 +69,8 @@ class Listed:
     """The steps that were planned."""
     metric: tuple[str, float] | None
     """The best value of the monitored metric."""
+    mode: str
+    """Whether the highest (max) or the lowest (min) value of it is the best."""
     size: int
     """Bytes on the disk."""
     hosts: tuple[str, ...]
@@ -107,6 +109,7 @@ def read_run(folder: Path) -> Listed:
     names = {path.name for path in folder.iterdir()}
     figures = not (folder / FILE).exists() and any(folder.glob("events.out.*"))  # an evaluation's are in there alone
     traces = all(any(fnmatch(name, pattern) for pattern in _DISPOSABLE) for name in names)
+    metric, mode = _best(folder, manifests)
     return Listed(
         folder=folder,
         state=state,
@@ -114,7 +117,8 @@ def read_run(folder: Path) -> Listed:
         ranks=life.ranks if life else None,
         step=step,
         of=of,
-        metric=_best(folder, manifests),
+        metric=metric,
+        mode=mode,
         size=size,
         hosts=tuple(life.known.get("hosts", ())) if life else (),
         checkpoints=len([*folder.glob("checkpoints/*.ckpt")]),
@@ -152,8 +156,10 @@ def _last_step(folder: Path) -> int:
     return 0
 
 
-def _best(folder: Path, manifests: Mapping[int, Mapping[str, object]]) -> tuple[str, float] | None:
-    """Returns the best value of the monitored metric among the checkpoints; without any, the last one of the summary."""
+def _best(folder: Path, manifests: Mapping[int, Mapping[str, object]]) -> tuple[tuple[str, float] | None, str]:
+    """Returns the best value of the monitored metric among the checkpoints (without any, the last one of the summary), and
+    whether the highest or the lowest is the best.
+    """
     entries = list(manifests.values())
     if not entries:
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -166,19 +172,19 @@ def _best(folder: Path, manifests: Mapping[int, Mapping[str, object]]) -> tuple[
     name, mode = chosen_metric(monitor, mode, {key for entry in entries for key in entry})
     known = [entry.get(name or "") for entry in entries]
     values = [float(value) for value in known if isinstance(value, (int, float)) and math.isfinite(value)]
-    return (str(name), max(values) if mode == "max" else min(values)) if values else None
+    return (str(name), max(values) if mode == "max" else min(values)) if values else None, mode
 
 
 # The verb ------------------------------------------------------------------------------------------------------------
 
 
-_ORDERS: dict[str, Callable[[Listed], tuple[bool, float | str]]] = {
+_ORDERS: dict[str, Callable[[Listed], tuple[bool | str, float | str]]] = {
     "name": lambda run: (False, run.name),
     "state": lambda run: (False, float(STATES.index(run.state))),
     "age": lambda run: (False, run.age),
     "ranks": lambda run: (False, float(-(run.ranks or 0))),
     "steps": lambda run: (False, float(-run.step)),
-    "metric": lambda run: (run.metric is None, -run.metric[1] if run.metric else 0.0),
+    "metric": lambda run: (run.metric[0], run.metric[1] * (-1 if run.mode == "max" else 1)) if run.metric else ("\uffff", 0.0),
     "size": lambda run: (False, float(-run.size)),
     "host": lambda run: (not run.hosts, ",".join(run.hosts)),
 }
@@ -190,7 +196,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="only runs of these names; * and ? stand for any letters")
     parser.add_argument("--state", action="append", choices=STATES, help="only runs in this state; may be given again")
     parser.add_argument("--older", type=_seconds, metavar="TIME", help="only runs without a sign of life for 30m, 12h, 7d, 4w")
-    parser.add_argument("--sort", choices=list(_ORDERS), default="age", help="newest, most or largest first (age)")
+    parser.add_argument("--sort", choices=list(_ORDERS), default="age", help="newest, best, most or largest first (age)")
     parser.add_argument("--reverse", action="store_true", help="the other way round")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each run, for programs")
     parser.add_argument("--clean", action="store_true", help=_CLEAN)
@@ -258,13 +264,18 @@ def _size(size: float) -> str:
 def _clean(given: Namespace) -> int:
     """Removes runs after the user has typed `yes`."""
     named = bool(given.names or given.state or given.older is not None)
-    runs = [run for run in _matching(given) if _may_go(run) and (run.disposable or (named and run.ranks is not None))]
+    matching = _matching(given)
+    kept = {run: _why_kept(run) for run in matching}
+    runs = [run for run in matching if not kept[run] and (run.disposable or (named and run.ranks is not None))]
+    for run in matching if named else ():
+        if kept[run]:
+            print(printable(f"{run.name}: kept: {kept[run]}"))
     if not runs:
-        print("There is nothing to remove." + ("" if named else " HINT: names, --state or --older say which runs are meant."))
+        print("There is nothing to remove." + ("" if named else " HINT: name the runs, or select them by --state or --older."))
         return 0
     _print_table(runs)
-    kept = sum(run.checkpoints for run in runs)
-    what = f"{len(runs)} run{'s' * (len(runs) > 1)} with {kept} checkpoint{'s' * (kept != 1)}"
+    count = sum(run.checkpoints for run in runs)
+    what = f"{len(runs)} run{'s' * (len(runs) > 1)} with {count} checkpoint{'s' * (count != 1)}"
     print(f"Remove {what}, {_size(sum(run.size for run in runs))}? There is no way back. Type yes: ", end="", flush=True)
     if sys.stdin.readline().strip() != "yes":
         print("Nothing is removed.")
@@ -274,15 +285,19 @@ def _clean(given: Namespace) -> int:
     return 0
 
 
-def _may_go(run: Listed) -> bool:
-    own = not run.folder.is_symlink() and run.folder.stat().st_uid == os.geteuid()
-    return own and run.state != "running" and run.age >= _SILENT and not any(map(held, run.folder.glob("*/.lock")))
+def _why_kept(run: Listed) -> str:
+    """Returns why a run may not be removed, or ''."""
+    if run.folder.is_symlink() or run.folder.stat().st_uid != os.geteuid():
+        return "it is a link, or belongs to another user"
+    if any(map(held, (run.folder / ".lock", *run.folder.glob("*/.lock")))):
+        return "it is in training, or in use by another verb"
+    return "" if run.age >= _SILENT else "it has shown a sign of life within the hour"
 
 
 def _remove(folder: Path) -> str:
     """Removes a run's folder, unless training in it has begun since it was listed; returns a line that reports it."""
-    if not _may_go(read_run(folder)):
-        return "kept: it has shown a sign of life"
+    if why := _why_kept(read_run(folder)):
+        return f"kept: {why}"
     try:
         with os.fdopen(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600), "r+b") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

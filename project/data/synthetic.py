@@ -52,7 +52,10 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
         seed: int = 0,
     ) -> None:
         if not 0 < size <= 1 << _SPLIT_BITS:
-            raise UserError(f"A synthetic dataset has between 1 and 2**{_SPLIT_BITS} images, not {size}.")
+            raise UserError(f"{split}_size: a synthetic dataset has between 1 and 2**{_SPLIT_BITS} images, not {size}.")
+        for name, value in {"num_classes": num_classes, "image_size": image_size, "channels": channels}.items():
+            if value < 1:
+                raise UserError(f"{name} is 1 at least for a synthetic dataset, not {value}.")
         if split not in SPLITS:
             raise UserError(f"A synthetic dataset's split is one of {SPLITS}, not {split!r}.")
         if not 0 <= difficulty <= 1:

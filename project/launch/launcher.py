@@ -289,6 +289,8 @@ def _reachable(node: str) -> str:
 
 def detect(environment: Mapping[str, str] = os.environ) -> Launch:
     """Reads the launcher's environment variables. Raises a ValueError that names the right command if the setup can't work."""
+    for name in ("MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        number(environment, name, 0)
     if (launch := detect_torchrun(environment) or detect_srun(environment)) is not None:
         return launch
     # Rank 0 is all that matters before Lightning has made the other processes.

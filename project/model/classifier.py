@@ -1,7 +1,9 @@
 """ImageClassifier adds loss, metrics, optimiser and schedule to any network that turns images into logits."""
 
 import logging
+import warnings
 from collections.abc import Callable, Mapping
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol, TypedDict, TypeVar, cast, runtime_checkable
@@ -76,8 +78,20 @@ def _made(name: str, make: Callable[[Given], object], of: Given) -> object:
     """Returns an optimiser or a schedule; an error in its settings becomes a UserError."""
     try:
         return make(of)
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
         raise UserError(f"model.{name} can't be made: {error}") from error
+
+
+def _try_schedule(make: Callable[[Optimizer], object], optimizer: Optimizer) -> None:
+    """Takes a step with a second schedule, on a copy of the optimiser without parameters: torch's own divide by a
+    `step_size` of 0 only there.
+    """
+    trial = copy(optimizer)
+    trial.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    schedule = make(trial)
+    if isinstance(schedule, LRScheduler) and type(schedule).__module__ == LRScheduler.__module__:
+        with warnings.catch_warnings(action="ignore"):  # that the optimiser has not taken a step
+            schedule.step(*[0.0] * isinstance(schedule, ReduceLROnPlateau))  # type: ignore[arg-type]
 
 
 class ImageClassifier(LightningModule):
@@ -291,6 +305,7 @@ class ImageClassifier(LightningModule):
             group["lr"] *= factor
         if self.lr_scheduler is None:
             return optimizer
+        _made("lr_scheduler", partial(_try_schedule, self.lr_scheduler), optimizer)
         scheduler = _made("lr_scheduler", self.lr_scheduler, optimizer)
         if not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)):
             raise UserError(

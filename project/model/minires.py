@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from project.errors import UserError
+
 
 class BasicBlock(nn.Module):
     """A block of two 3x3 convolutions and a shortcut, a 1x1 projection where the shape changes (He et al., 2015)."""
@@ -47,6 +49,8 @@ class MiniResNet(nn.Module):
         blocks: int = 2,
     ) -> None:
         super().__init__()
+        if blocks < 1:
+            raise UserError(f"blocks is 1 at least, and not {blocks}")
         self.stem = nn.Sequential(
             nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False),
             nn.BatchNorm2d(widths[0]),

@@ -21,6 +21,8 @@ class WarmupCosine(LRScheduler):
     def __init__(self, optimizer: Optimizer, warmup_steps: int = 0, total_steps: int | None = None) -> None:
         if warmup_steps < 0:
             raise UserError(f"warmup_steps can't be negative, and is {warmup_steps}.")
+        if total_steps is not None and total_steps < 1:
+            raise UserError(f"total_steps is 1 at least, and not {total_steps}.")
         self.warmup_steps, self.total_steps = warmup_steps, total_steps
         super().__init__(optimizer)
 

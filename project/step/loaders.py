@@ -175,6 +175,11 @@ class Loaders(_DataConnector):
         data.deal(Dealing(spare_cores, ranks.shared_by, trainer.exact, self.limits))
         if trainer.training:
             size, global_batch = data.batch_sizes()
+            if self.global_batch not in (None, global_batch):
+                raise UserError(
+                    f"trainer.global_batch_size={self.global_batch} has no effect on data with a global_batch_size of its own "
+                    f"({global_batch}). HINT: set data.global_batch_size, and leave out the other."
+                )
             where = "data.global_batch_size data.batch_size"
             check_elastic(global_batch, size, ranks.count, where)
             count = accumulation(global_batch, size, ranks.count, self.configured_accumulation, where)
@@ -346,6 +351,11 @@ class Loaders(_DataConnector):
             share=trainer.accumulate_grad_batches,
             least=2 if normalises_batches(trainer.lightning_module) and size > 1 else 1,
         )
+        if order.size and (not order.steps or order.size < order.micro_batches):
+            raise UserError(
+                f"{order.size} training sample(s) are too few for a global batch of {order.global_batch}. HINT: set "
+                "trainer.global_batch_size, or the loader's batch_size, lower."
+            )
         dealt = deal(loader, order.limited(self.limits["train"]), here.rank, here.count, seed)
         dealt.aligned = typed(trainer).exact
         dealt.watched = trainer.is_global_zero and not trainer.current_epoch

@@ -1,7 +1,7 @@
 """Refuses by name Lightning's strategies that can't train here."""
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import FSDPStrategy, Strategy
+from lightning.pytorch.strategies import FSDPStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 from project.errors import UserError
@@ -28,6 +28,12 @@ def refuse_strategy(trainer: pl.Trainer, launched: bool, saves: bool) -> None:
         launched: whether a launcher has started the ranks.
         saves: whether the checkpoints are this project's, which hold whole tensors by the module's own names.
     """
+    strategy = trainer.strategy
+    if isinstance(strategy, ParallelStrategy) and strategy.local_rank >= (here := len(strategy.parallel_devices or [None])):
+        raise UserError(
+            f"LOCAL_RANK={strategy.local_rank} is set in the environment, and trainer.devices makes {here} process(es) "
+            "on this host. HINT: unset LOCAL_RANK, or set trainer.devices."
+        )
     if launched:
         refuse_ranks_in_process(trainer.strategy, "and a launcher has started them already")
     if saves and trainer.world_size > 1 and isinstance(trainer.strategy, FSDPStrategy):

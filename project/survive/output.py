@@ -11,13 +11,18 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
+LOST: dict[int, OSError] = {}
+"""The errors of writes that failed, by file descriptor: the last one of each."""
+
+
 class _TolerantFile(io.FileIO):
     """Represents a file descriptor whose writes never fail: text that can't be written is dropped."""
 
     def write(self, data: "ReadableBuffer") -> int:
         try:
             return super().write(data)
-        except OSError:  # EIO: the terminal is gone; EPIPE: the reader is; ENOSPC: it is a file, and the disk is full
+        except OSError as error:  # EIO: the terminal is gone; EPIPE: the reader is; ENOSPC: a file, and the disk is full
+            LOST[self.fileno()] = error
             return memoryview(data).nbytes
 
 

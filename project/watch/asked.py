@@ -27,7 +27,7 @@ class Asked:
 
     def __post_init__(self) -> None:
         if type(self.steps) is not int or not 0 < self.steps <= MOST:
-            raise UserError(f"The profile's steps are a number from 1 to {MOST}, not {self.steps!r}.")
+            raise UserError(f"profile.steps is a number from 1 to {MOST}, not {self.steps!r}.")
         if type(self.memory) is not bool:
             raise UserError(f"The profile's memory is true or false, not {self.memory!r}.")
         ranks = (0,) if self.ranks is None else self.ranks

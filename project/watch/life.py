@@ -65,11 +65,26 @@ class Life(Callback):
         self._set_up = time.time()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        device = trainer.strategy.root_device
+        self._begin(
+            trainer,
+            epoch=trainer.current_epoch,
+            of=planned_steps(trainer),
+            # The metric by which the run is judged, and whether its highest or its lowest value is the best.
+            **dict(zip(("monitor", "mode"), monitored_setting(typed(trainer).callbacks) or (), strict=False)),
+            accumulation=trainer.accumulate_grad_batches,
+            global_batch=typed(trainer).global_batch,
+            **epoch_size(trainer),
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            **self._made_of(trainer),
+        )
+
+    def _begin(self, trainer: Trainer, **more: object) -> None:
+        """Writes down a start. `more`: what is known only once the data is."""
         self._began = True
         self._first_step = trainer.global_step
         hosts = typed(trainer).host_names
         each = trainer.world_size // len(hosts)  # those that have not met are all on this one
-        device = trainer.strategy.root_device
         self._write(
             trainer,
             "start",
@@ -78,24 +93,16 @@ class Life(Callback):
             user=_user(),
             command=masked_command(["python", *sys.orig_argv[1:]])[:_COMMAND],
             changed=self._changed() if trainer.is_global_zero and self._changed else None,
-            epoch=trainer.current_epoch,
-            of=planned_steps(trainer),
-            # The metric by which the run is judged, and whether its highest or its lowest value is the best.
-            **dict(zip(("monitor", "mode"), monitored_setting(typed(trainer).callbacks) or (), strict=False)),
             ranks=trainer.world_size,
             hosts={name: count * each for name, count in Counter(hosts).items()},
-            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             precision=str(trainer.precision),
-            accumulation=trainer.accumulate_grad_batches,
-            global_batch=typed(trainer).global_batch,
-            **epoch_size(trainer),
             versions={
                 "project": __version__,
                 "torch": torch.__version__,
                 "lightning": version("lightning"),
                 "python": platform.python_version(),
             },
-            **self._made_of(trainer),
+            **more,
         )
 
     def _made_of(self, trainer: Trainer) -> dict[str, str | None]:
@@ -118,7 +125,10 @@ class Life(Callback):
         self._stop(trainer, "finished")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if not self._began:  # what fails before is not a start yet
+        first = not self._began and not (Path(trainer.default_root_dir) / FILE).exists()
+        if first and isinstance(exception, Exception) and self._cause_of(exception).traceback:
+            self._begin(trainer)  # a new run that crashes before it trains; one that is refused has not begun
+        if not self._began:
             return
         if name := _signal(exception):
             self._stop(trainer, "stopped", name)

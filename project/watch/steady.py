@@ -45,7 +45,8 @@ class Steady(Logger):
             what()
         except Exception as error:
             self._begun = False
-            raise FaultError(f"{self.called} can't begin: {message_of(error)}. HINT: {self.hint}.") from error
+            wrong = UserError if type(error).__name__ == "UsageError" else FaultError  # W&B's, where nobody has logged in
+            raise wrong(f"{self.called} can't begin: {message_of(error)}. HINT: {self.hint}.") from error
 
     def attempt(self, what: Callable[[], object]) -> Exception | None:
         """Calls a function, or reports once why it failed."""

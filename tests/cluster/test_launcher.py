@@ -114,6 +114,7 @@ def test_the_launcher_has_its_way_and_says_so():
             r"job 7 is a heterogeneous job of 2 components \(n1; n\[2-3\]\)",
         ),
         ({"NODE_RANK": "first"}, "NODE_RANK must be a number"),
+        ({"MASTER_PORT": "first"}, "MASTER_PORT must be a number"),
     ],
 )
 def test_what_cannot_work_is_refused(environment, hint):

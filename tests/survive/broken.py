@@ -28,6 +28,13 @@ class Refused(Regression):
             raise UserError("That can't work. HINT: another value.")
 
 
+class Unprepared(Regression):
+    """Fails before anything is trained."""
+
+    def setup(self, stage: str) -> None:
+        raise RuntimeError("a bug of the user's")
+
+
 class AlwaysKilled(Callback):
     """Kills rank 1 in its fourth step, whenever the run is started."""
 

@@ -282,7 +282,7 @@ def test_a_folder_that_disappears_is_made_again(quick, tmp_path):
 def test_a_read_only_place_is_one_line(quick, tmp_path):
     (tmp_path / "file").write_text("")
     run = quick(*FIT, f"--trainer.default_root_dir={tmp_path}/file")
-    assert run.code == 1
+    assert run.code == 2
     assert "Traceback" not in run.output
     assert "can't be made" in run.output
 

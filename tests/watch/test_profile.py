@@ -129,7 +129,7 @@ def test_a_step_that_never_comes_is_told(quick):
     ("setting", "said"),
     [
         ("step=0", "profile.step is the number of a step, from 1 on, not 0"),
-        ("steps=0", "The profile's steps are a number from 1 to 1000, not 0"),
+        ("steps=0", "profile.steps is a number from 1 to 1000, not 0"),
         ("ranks=[-1]", "The profile's ranks are a list of ranks"),
         ("nvtx=true", "profile.nvtx names the parts of a step for Nsight Systems, which needs a GPU"),
     ],
