@@ -111,6 +111,20 @@ class Contrasts(Regression):
         return super().training_step(batch, batch_idx) + 0 * everybodys.sum()
 
 
+class Stepwise(Regression):
+    """Logs a torchmetrics object for each step, too, and a loss of its rank alone."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        self.log("error", self.error, on_step=True, on_epoch=True)
+        self.error(self.network(batch["point"]).detach(), batch["sum"])
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        pass
+
+
 class Choosy(Regression):
     """Leaves out what it does not like: on rank 1, a micro-batch after some steps."""
 

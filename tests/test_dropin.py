@@ -201,6 +201,18 @@ def test_a_batch_sampler_of_ones_own_is_refused_in_a_line_on_two_ranks(quick):
     assert "Traceback" not in run.output
 
 
+@pytest.mark.parametrize("exact", ["true", "false"])
+def test_values_of_one_rank_are_named(quick, exact):
+    words = ("--data=tests.own.PointsData", "--trainer.accelerator=cpu", "--trainer.max_epochs=1", f"--trainer.exact={exact}")
+    done = quick("fit", "--model=tests.own.Stepwise", *words, "--trainer.global_batch_size=24", ranks=2)
+    assert done.code == 0, done.output
+    assert (
+        done.output.count("error of a step is rank 0's own")
+        == done.output.count("loss is rank 0's own value")
+        == (exact == "false")
+    )
+
+
 def test_what_no_rank_shares_is_foretold_on_one(tmp_path, caplog):
     with caplog.at_level("INFO"):
         trainer(tmp_path).fit(BoringModel(), DataLoader(RandomDataset(32, 4), batch_sampler=[[0], [1, 2, 3]]))

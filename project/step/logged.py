@@ -122,10 +122,20 @@ class Results(_ResultCollection):
 
     def _tell_own_value(self, fx: str, name: str, value: object, how: dict[str, object]) -> None:
         """Tells once that a value is rank 0's own, where the curve of another number of ranks will be another."""
-        own = fx == "training_step" and not (how.get("sync_dist") or how.get("rank_zero_only") or isinstance(value, Metric))
-        if not self._tells or not own or name in self._own_values:
+        if isinstance(value, Metric):  # which the ranks share at the end of an epoch
+            own = bool(how.get("on_step")) and not value.dist_sync_on_step
+        else:
+            own = not (how.get("sync_dist") or how.get("rank_zero_only"))
+        if not (self._tells and own and fx == "training_step") or name in self._own_values:
             return
         self._own_values.add(name)
+        if isinstance(value, Metric):
+            log.info(
+                "%s of a step is rank 0's own, of its last micro-batch: with another number of ranks, its curve is another. "
+                "HINT: self.log(%r, ..., on_step=False, on_epoch=True); with trainer.exact=true it is the step's.",
+                *(name, name),
+            )
+            return
         log.info(
             "%s is rank 0's own value: with another number of ranks, its curve is another. HINT: self.log(%r, ..., "
             "sync_dist=True), as in Lightning; with trainer.exact=true that makes no difference.",

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
@@ -34,6 +34,9 @@ from project.watch.events import boards
 from project.watch.history import BESIDE, FILE, lives_of, of_the_module
 from project.watch.pictures import FirstBatch, seen
 from project.watch.steady import Steady
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.summary_pb2 import Summary
 
 log = logging.getLogger(__name__)
 
@@ -229,7 +232,7 @@ def _settings(configuration: Mapping[str, object]) -> dict[str, str | float]:
     return named
 
 
-def _put_first(declared: Any, names: Collection[str]) -> None:
+def _put_first(declared: "Summary", names: Collection[str]) -> None:
     """Marks settings as those in which runs differ: HParams opens with five columns, of these, or else of the first by name."""
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
