@@ -40,6 +40,6 @@ def exit_fast(code: object) -> NoReturn:
 
 def is_the_program(name: str) -> bool:
     """Returns whether this process runs `python -m NAME` and nothing else: no debugger and no profiler around it."""
-    words = [*dropwhile(lambda word: word.startswith("-") and word != "-m", sys.orig_argv[1:])]
+    words = [*dropwhile(lambda flag: flag.startswith("-") and flag != "-m", sys.orig_argv[1:])]
     is_watched = sys.flags.inspect or sys.gettrace() or sys.getprofile() or not os.environ.keys().isdisjoint(_TOOLS)
     return words[:2] == ["-m", name] and not is_watched
