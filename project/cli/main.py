@@ -554,4 +554,6 @@ def _write_report(ran: Trainer, say: Callable[..., None]) -> None:
     try:
         say("%-11s %s", "report", write(read_history(folder, folder.name)))
     except Exception as error:  # a page less is no reason for another exit code
-        log.warning("The report can't be written: %s. HINT: python -m project report %s", error, shlex.quote(folder.name))
+        log.warning(
+            "The report can't be written: %s. HINT: python -m project report %s", error, shlex.quote(os.path.relpath(folder))
+        )

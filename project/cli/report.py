@@ -64,6 +64,8 @@ def _write(names: Sequence[str], out: Path | None) -> int:
                 place, compared(histories, place.parent)
             )  # a path that is named may be a pipe
             show(f"Side by side: {place}")
+    except BrokenPipeError:  # nobody reads it any more
+        raise
     except OSError as error:
         raise UserError(f"The report can't be written: {error}. HINT: make room, or ask who owns the folder.") from error
     return 0

@@ -5,6 +5,7 @@ loopback, where the run is on one host. The ranks, once they are connected, tell
 signs what these say to each other: nothing is parsed that is not signed.
 """
 
+import resource
 import socket
 import struct
 from collections.abc import Iterator, Mapping
@@ -64,7 +65,10 @@ class Peers:
     """Holds the connections to the other supervisors: of the first one, to all; of another one, to the first."""
 
     def __init__(self, listens: bool, several_hosts: bool) -> None:
-        self._listener = socket.create_server(("" if several_hosts else "127.0.0.1", 0)) if listens else None
+        self._listener = socket.create_server(("" if several_hosts else "127.0.0.1", 0), backlog=1024) if listens else None
+        if listens:  # a connection for each rank
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._secret = ""
         self._expected = 0
         self.connected: list[Peer] = []

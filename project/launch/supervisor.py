@@ -234,8 +234,14 @@ class Supervisor:
 
     def _select(self, seconds: float) -> list[object]:
         """Waits for a message, a signal or a child's end, or so long; returns what is ready to be read."""
-        inputs = [self._socket, self._wake, *(self._peers.inputs() if self._peers else ())]
-        ready: list[object] = select.select(inputs, [], [], None if seconds == inf else max(0.0, seconds))[0]
+        inputs: dict[int, object] = {
+            each.fileno(): each for each in (self._socket, *(self._peers.inputs() if self._peers else ()))
+        }
+        inputs[self._wake] = self._wake
+        poll = select.poll()  # `select.select` knows 1,024 of them
+        for number in inputs:
+            poll.register(number, select.POLLIN)
+        ready = [inputs[number] for number, _ in poll.poll(None if seconds == inf else 1000 * max(0.0, seconds))]
         if self._wake in ready:
             os.read(self._wake, 1 << 12)
         return ready

@@ -1,9 +1,11 @@
 """Lost ranks are replaced by their supervisor, and the run is that of nobody's death: `recover.restarts`."""
 
+import fcntl
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -13,7 +15,8 @@ import pytest
 import torch
 
 from project.cluster.place import MEMORY
-from project.launch.supervisor import SUPERVISED, Losses
+from project.launch.peers import Peers
+from project.launch.supervisor import SUPERVISED, Losses, Supervisor
 from project.survive.hang.warden import children
 from tests.cluster.machine import wait_until
 from tests.conftest import ROOT, TINY, environment, forked, program
@@ -149,6 +152,16 @@ def test_sixteen_ranks_of_which_one_is_killed_give_the_bits_of_one_process(tmp_p
     assert forked(alone, *words, faults()).code == 0
     assert same(final(killed), final(alone))
     assert curves(killed) == curves(alone)
+
+
+def test_a_supervisor_hears_from_more_others_than_select_can():
+    supervisor = Supervisor.__new__(Supervisor)
+    supervisor._wake, supervisor._peers = os.pipe()[0], Peers(listens=True, several_hosts=False)
+    here, elsewhere = socket.socketpair()
+    supervisor._socket = socket.socket(fileno=fcntl.fcntl(here, fcntl.F_DUPFD, 1500))
+    assert supervisor._select(0.0) == []
+    elsewhere.send(b"lost")
+    assert supervisor._select(60.0) == [supervisor._socket]
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:

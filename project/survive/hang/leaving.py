@@ -116,7 +116,8 @@ def exit_after_loss(context: RankContext, warden: WardenProcess | None) -> None:
 
 def _report_loss(cause: Cause, folder: Path | None) -> None:
     hint = "HINT: see the error of that rank." if LOST_RANKS.failures else advice(folder)
-    text = f"lost another rank: {cause.text} This rank's main thread waits for it without an end: it is ended here. {hint}"
+    lost = f"lost another rank: {cause.text.rstrip('.')}."
+    text = f"{lost} This rank's main thread waits for it without an end: it is ended here. {hint}"
     log.error(text, extra={WHOLE: f"{text}\n{cause.traceback}"})
 
 
