@@ -590,6 +590,8 @@ def test_what_a_start_logs_again_is_no_sign_of_the_life_before(tmp_path):
     (tmp_path / "life.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
     killed, _ = lives_of(tmp_path / "life.jsonl", [(40.0, 11), (7299.0, 9), (7310.0, 12)])
     assert (killed.end, killed.end_step) == (40.0, 11)
+    killed, _ = lives_of(tmp_path / "life.jsonl", [(40.0, 8), (7299.0, 9)])
+    assert (killed.end, killed.end_step) == (40.0, 9), "the next start has resumed from its checkpoint"
 
 
 def test_a_time_begins_with_the_first_process_in_every_place():

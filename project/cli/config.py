@@ -24,9 +24,9 @@ from project.cli.complaints import complaint
 from project.cli.keys import class_paths
 from project.cli.verbs import MATTERS, VERBS, verb_page
 from project.config_files import documents, option
-from project.errors import WRONG, FaultError, UserError
+from project.errors import FaultError, UserError
 from project.masking import masked
-from project.survive.failure import exit_code
+from project.survive.failure import cause_of
 from project.typed import typed
 from project.untrusted import compose_yaml, printable, read_yaml, write_text
 
@@ -40,8 +40,8 @@ class SaveConfig(Callback):
         self.config = config
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Names the folder of a run that fails before it trains, too: unless the run is refused, its log stays there."""
-        if not typed(trainer).fast_dev_run and exit_code(exception) != WRONG:
+        """Names the folder of a run that crashes before it trains, too: its log stays. One that is refused leaves none."""
+        if not typed(trainer).fast_dev_run and cause_of(exception).traceback:
             with suppress(FaultError):
                 self.on_train_start(trainer, pl_module)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from itertools import accumulate
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -293,12 +294,14 @@ def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
             continue  # half a line, which a kill or a full disk has left; or somebody else's
     lives, seen = lives[-_STARTS:], sorted(seen)
     # What a start logs again before its first step is no sign of the life before. A spare process may be older than its end.
-    for life, until in zip(lives, [*(following.began for following in lives[1:]), float("inf")], strict=False):
-        until = max(until, life.end)
+    for life, following in zip(lives, [*lives[1:], None], strict=False):
+        until = inf if following is None else max(following.began, life.end)
         before = bisect_left(seen, (until,))
         if life.cut_off and before > bisect_left(seen, (life.time,)):
             time, step = seen[before - 1]
             life.end, life.end_step = max(life.end, time), max(life.end_step, step)
+        if life.cut_off and following is not None:  # which resumes from what was saved before
+            life.end_step = max(life.end_step, following.step)
     return lives
 
 
