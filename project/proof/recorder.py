@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType
 from typing import TextIO
 
 import numpy as np
@@ -164,6 +165,7 @@ def _text(value: object) -> str | None:
     """Returns a short text for a value that can be compared; None for others."""
     if isinstance(value, _PLAIN) and len(repr(value)) < 40:
         return repr(value)
-    known = None if isinstance(value, Iterator) else Digests().of(value)  # where an iterator stands nobody can ask it
+    # An iterator's position can't be read; a method, such as the module's `log` that Lightning gives callbacks, is no state.
+    known = None if isinstance(value, (Iterator, MethodType)) else Digests().of(value)
     kind = type(value)
     return None if known is None else f"{kind.__module__.partition('.')[0]}.{kind.__name__} {known.hex()[:12]}"
