@@ -356,7 +356,7 @@ class Loaders(_DataConnector):
                 f"{order.size} training sample(s) are too few for a global batch of {order.global_batch}. HINT: set "
                 "trainer.global_batch_size, or the loader's batch_size, lower."
             )
-        dealt = deal(loader, order.limited(self.limits["train"]), here.rank, here.count, seed)
+        dealt = deal(loader, order.limited(self._limit("train")), here.rank, here.count, seed)
         dealt.aligned = typed(trainer).exact
         dealt.watched = trainer.is_global_zero and not trainer.current_epoch
         self._dealt.append(dealt)

@@ -32,6 +32,11 @@ def exit_fast(code: object) -> NoReturn:
         if type(each) in (TextIOWrapper, BufferedWriter, BufferedRandom):  # `isinstance` would call a stranger's __class__
             with suppress(OSError, ValueError):
                 each.flush()
+    flush_and_exit(code)
+
+
+def flush_and_exit(code: object) -> NoReturn:
+    """Ends the process without any of Python's cleanup but for its standard streams. `code`: as `sys.exit` takes it."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

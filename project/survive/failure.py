@@ -9,12 +9,10 @@ import logging
 import os
 import re
 import signal
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from subprocess import Popen
 from typing import Literal
@@ -28,6 +26,7 @@ from project.cluster.connection import FAILED, close_connections
 from project.cluster.place import MORE_SHARED_MEMORY, shared_memory
 from project.errors import SMALLER_BATCH, TRY_AGAIN, WRONG, Cause, NonFiniteError, UserError
 from project.launch.fork_server import tell_supervisor
+from project.survive.exit import flush_and_exit
 from project.survive.hang.warden import OOM_KILL, TO_LOWER, OomKills
 from project.survive.signals import EXIT_CODES, SIGNALS
 from project.survive.tracebacks import Folded
@@ -372,10 +371,7 @@ def exit_at_once(error: BaseException | None) -> None:
     """
     code: object = error.code if isinstance(error, SystemExit) else 130 if isinstance(error, KeyboardInterrupt) else error
     logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code if isinstance(code, int) else int(code is not None))  # as Python does
+    flush_and_exit(code)
 
 
 def _wait_for_children(children: Sequence[Popen[bytes]], seconds: float) -> None:
