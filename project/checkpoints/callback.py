@@ -116,6 +116,7 @@ class Checkpoints(Checkpoint):
         self._folder = Path()
         self._validated = False
         self._saved_at = (-1, False)
+        self._began_at = 0  # the step
         self._saved_time = time.monotonic()
         self._writer: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
@@ -152,8 +153,10 @@ class Checkpoints(Checkpoint):
         named = bool(typed(trainer).configuration)  # a run of the command line, which knows whose folder it is
         if trainer.is_global_zero and not trainer.global_step and not named and checkpoints_in(self._folder):
             self._put_other_run_aside()
-        # Now, and not when the run has been lost: could it resume from what would be saved?
-        check(typed(trainer).resuming.dump_checkpoint(weights_only=False))
+        self._began_at = trainer.global_step
+        if self._memory is None or not (self._memory[0].resumed and trainer.global_step):
+            # Now, and not when the run has been lost: could it resume from what would be saved?
+            check(typed(trainer).resuming.dump_checkpoint(weights_only=False))
         self._saved_time = time.monotonic()
         self._saved_at = (trainer.global_step, False)
 
@@ -170,7 +173,9 @@ class Checkpoints(Checkpoint):
         self._log_cost(trainer)
         if self._validated or (self.every_n_steps and step and step % self.every_n_steps == 0):
             self.save(trainer)
-        if self._memory is not None and step and step % self._memory[1] == 0 and not position(trainer).validation_due:
+        if self._memory is None or step == self._began_at:
+            return
+        if step % self._memory[1] == 0 and not position(trainer).validation_due:
             for prepare in self.before_save:
                 prepare(trainer)
             self._memory[0].save(step, *self._copy_state(trainer, finished=False))

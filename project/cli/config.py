@@ -28,7 +28,7 @@ from project.errors import FaultError, UserError
 from project.masking import masked
 from project.survive.failure import cause_of
 from project.typed import typed
-from project.untrusted import compose_yaml, printable, read_yaml, write_text
+from project.untrusted import compose_yaml, dump_yaml, printable, read_yaml, write_text
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def save_config(folder: Path, config: Mapping[str, object]) -> None:
     """Writes config.yaml, whole or not at all."""
     mode = 0o666 if masked(config) == config else 0o600
     try:
-        write_text(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False), mode)
+        write_text(folder / "config.yaml", dump_yaml(config), mode)
     except OSError as error:
         raise FaultError(
             f"{folder / 'config.yaml'} can't be written: {error}. HINT: make room, or move away what lies there."
@@ -123,7 +123,7 @@ class Parser(LightningArgumentParser):
         text: str = super().dump(*args, **kwargs)
         if _UNWRITABLE not in text:
             return text
-        return str(yaml.safe_dump(_writable(yaml.safe_load(text)), sort_keys=False))
+        return dump_yaml(_writable(yaml.safe_load(text)))
 
     def format_help(self, *args: Any) -> str:
         """Returns the help; of a verb, a page with what matters."""

@@ -40,7 +40,7 @@ from project.doctor.memory_forecast import dry_run, on_meta
 from project.errors import WRONG, FaultError, NonFiniteError, UserError, as_user_error
 from project.export.export import SETTINGS, export, exportable
 from project.launch import early_start
-from project.launch.fork_server import compute_alone, is_fork_server, serve
+from project.launch.fork_server import compute_alone, is_fork_server, report_small_build, serve
 from project.launch.kubernetes import manifest
 from project.launch.launcher import Launch, LaunchError, detect, rank_said
 from project.launch.manifest import command
@@ -190,16 +190,22 @@ class ProjectCLI(LightningCLI):
         self.config_dump: dict[str, Any] = yaml.safe_load(resolved)[self.subcommand]
         if is_fork_server():
             self._fork_ranks()
-        if self.dry:
+        elif self.dry:
             add_instantiator(on_meta, nn.Module)
-        elif self._is_built_by_rank_0():
-            self.parser.build = partial(build_once, network_of=lambda made: made[self.subcommand].model, rank=detect().rank)
+        else:
+            self.parser.build = self._build
         try:
             super().instantiate_classes()
         except Refusal as refusal:
             raise self._as_user_error(refusal) from refusal.error
         except UserError as error:
             raise as_user_error(error, self.parser.placed(str(error))) from error
+
+    def _build(self, make: Callable[[], Any]) -> Any:
+        """Makes all objects of the configuration. `make`: jsonargparse's function for that."""
+        if self._is_built_by_rank_0():
+            return build_once(make, network_of=lambda made: made[self.subcommand].model, rank=detect().rank)
+        return make()
 
     def _as_user_error(self, refusal: Refusal) -> Exception:
         """Returns the error of a class that can't be made, as one of a setting unless the machine is at fault."""
@@ -225,7 +231,16 @@ class ProjectCLI(LightningCLI):
                 "a number for trainer.devices."
             )
         _ = commit_of_run(), self._changed  # once, for all ranks and restarts
-        serve(count)
+        self.parser.build = self._build
+
+        def build_early() -> None:
+            open_log(detect().rank, host())
+            objects = self.parser.instantiate_classes(self.config)
+            self.parser.build = lambda make: objects
+
+        serve(count, build_early)
+        if self.parser.build == self._build:
+            self.parser.build = lambda make: report_small_build(partial(self._build, make))
         listen_for_signals()
         open_log(detect().rank, host())
 

@@ -21,7 +21,7 @@ from project.export.folder import ABOUT
 from project.export.formats import Format
 from project.masking import masked
 from project.typed import typed
-from project.untrusted import open_to_read, read_yaml, write_text
+from project.untrusted import dump_yaml, open_to_read, read_yaml, write_text
 
 CONFIG = "config.yaml"
 
@@ -130,5 +130,5 @@ def finish(folder: Path, trainer: Trainer, about: About, libraries: Sequence[str
     with suppress(OSError, ValueError, yaml.YAMLError):
         configuration = masked(read_yaml(Path(trainer.default_root_dir) / CONFIG))
     if configuration:
-        write_text(folder / CONFIG, yaml.safe_dump(configuration, sort_keys=False))
+        write_text(folder / CONFIG, dump_yaml(configuration))
     (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n")

@@ -6,6 +6,7 @@ It is the first child of a supervisor (`launch/supervisor.py`), and has started 
 import gc
 import json
 import os
+import resource
 import select
 import shutil
 import signal
@@ -13,13 +14,19 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
 from project.cluster.place import MEMORY
 from project.errors import TRY_AGAIN, UserError
 from project.launch.orphans import end_with_parent
-from project.launch.supervisor import ATTEMPT, PASSED_ON, SOCKET, SPARES
+from project.launch.supervisor import ATTEMPT, BUILT_SPARES, PASSED_ON, SOCKET, SPARES
+from project.survive.hang.warden import children
 
+Built = TypeVar("Built")
+
+_SMALL = 64 << 20  # bytes
 _SUPERVISOR: list[socket.socket] = []  # this rank's way to its supervisor
 _THREADS: list[int] = []  # of a rank's operations, where the fork server has one
 
@@ -38,12 +45,13 @@ def compute_alone() -> None:
         torch.set_num_threads(1)
 
 
-def serve(ranks: int) -> None:
+def serve(ranks: int, build: Callable[[], None]) -> None:
     """Forks ranks whenever the supervisor asks for them. Returns in each rank, and nowhere else.
 
     Asked for spares, it forks them before they are needed: each waits for its orders here.
 
-    `ranks`: how many; 0: the one that an engine has started, and given its number.
+    `ranks`: how many; 0: the one that an engine has started, and given its number. `build`: makes the objects of the
+    configuration, in a spare that does so before it is needed.
     """
     import torch
 
@@ -66,25 +74,29 @@ def serve(ranks: int) -> None:
         supervisor.send(b'{"ready": true}')
     spares: dict[int, tuple[int, int]] = {}  # of each rank to come: its process, and the pipe at which it waits for its orders
     while order := _next_order(supervisor):
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         for rank in range(ranks or 1):
             if rank in spares and not _is_closed(spares[rank][1]):
                 continue
             pid, pipe = _fork(parent)
             if pid == 0:
+                if ranks > 1:
+                    os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(ranks)}
+                torch.set_num_threads(_THREADS.pop())
+                release = _build_in_silence(build) if order == BUILT_SPARES else None
                 if not (own := os.read(pipe, 1 << 12)):
                     os._exit(TRY_AGAIN)  # the fork server has ended
                 for number, handler in before.items():
                     signal.signal(number, handler)
-                _become(rank, ranks, **json.loads(own))
+                _become(ranks, **json.loads(own))
                 os.close(pipe)
                 _SUPERVISOR.append(supervisor)
-                torch.set_num_threads(_THREADS.pop())
+                if release is not None:
+                    release()
                 return
             spares[rank] = pid, pipe
         pids = [pid for pid, _ in spares.values()]
-        if order == SPARES:
+        if order in (SPARES, BUILT_SPARES):
             supervisor.send(json.dumps({"spares": pids}).encode())
             continue
         for _, pipe in spares.values():
@@ -154,12 +166,66 @@ def _fork(supervisor: int) -> tuple[int, int]:
     return 0, orders
 
 
-def _become(rank: int, ranks: int, attempt: int, port: int) -> None:
-    """Gives this process the environment of a rank."""
+def _become(ranks: int, attempt: int, port: int) -> None:
+    """Gives this process what a rank's environment has of the start that it belongs to."""
     os.environ[ATTEMPT] = str(attempt)
     if ranks > 1:
-        os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(ranks)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def _build_in_silence(build: Callable[[], None]) -> Callable[[], None]:
+    """Makes the objects of the configuration, and returns what prints the output of that, when this spare becomes a rank.
+
+    An error ends the spare: the rank that is forked in its place, when it is needed, reports it.
+    """
+    try:
+        outputs = [(number, os.dup(number), os.memfd_create("output")) for number in (1, 2)]
+        for number, _, memory in outputs:
+            os.dup2(memory, number)
+        build()
+        _flush()
+    except BaseException:
+        os._exit(TRY_AGAIN)
+
+    def release() -> None:
+        _flush()
+        for number, output, memory in outputs:
+            os.dup2(output, number)
+            with suppress(OSError):  # whoever read it is gone
+                os.write(number, os.pread(memory, os.fstat(memory).st_size, 0))
+            os.close(output)
+            os.close(memory)
+
+    return release
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def report_small_build(build: Callable[[], Built]) -> Built:
+    """Makes the objects of the configuration, and tells the supervisor if spares can make theirs beside a running rank.
+
+    They can where it takes little memory and time, and leaves nothing behind that might be there once only: no file or port
+    that is open, no thread, no process, no device.
+    """
+    before = _usage()
+    built = build()
+    memory, seconds, *rest = (after - start for after, start in zip(_usage(), before, strict=True))
+    if memory < _SMALL and seconds < 1 and not any(rest):
+        tell_supervisor(small=os.environ.get("LOCAL_RANK", "0"))
+    return built
+
+
+def _usage() -> tuple[float, ...]:
+    """Returns what this process has used so far: the most memory at once, time, open files, threads, children, devices."""
+    import torch
+
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    has_device = torch.cuda.is_available() and torch.cuda.is_initialized()
+    files, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    return peak, time.monotonic(), files, threads, len(children(os.getpid())), has_device
 
 
 def tell_supervisor(**facts: object) -> None:

@@ -48,6 +48,8 @@ _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
 SPARES = b"spares"
 """The supervisor's message that asks the fork server for the processes that will be the next ranks, where they are lost."""
+BUILT_SPARES = b"built"
+"""The same, where spares also make the objects of the configuration, such as the network, before they are needed."""
 _SPARES_AFTER = 2.0  # seconds: ranks that have just been started need the cores themselves
 _GRACE = 20.0  # seconds that the other ranks have to end by themselves when one has failed
 _WITHOUT_PROGRESS, _OUT_OF_MEMORY = 3, 2  # starts in a row that come no further, before the supervisor gives up
@@ -138,6 +140,7 @@ class Supervisor:
         self._losses, self._given_up = Losses(restarts), False
         self._spares: list[int] = []  # the processes of the next start's ranks
         self._early: list[dict[str, object]] = []  # messages of ranks that have come before it was known that they are there
+        self._small_builds: set[str] = set()  # the ranks that say that making their objects needs little
         self._peers = Peers(rank == 0, several_hosts) if world_size > 1 else None
         ctypes.CDLL(None).prctl(_SUBREAPER, 1)  # the ranks' own parent ends at once: they become this process's children
         for number in PASSED_ON:
@@ -253,6 +256,7 @@ class Supervisor:
             if facts.get("attempt") != self._attempt:  # of a rank that is dead by now
                 continue
             self._life = Path(str(facts["life"])) if "life" in facts else self._life
+            self._small_builds |= {str(facts["small"])} if "small" in facts else set()
             for rank in self._alive if "reported" in facts else ():
                 if rank.number != facts["reported"]:  # an error that need not be repeated
                     os.kill(rank.pid, signal.SIGTERM)
@@ -282,7 +286,7 @@ class Supervisor:
     def _request_spares(self) -> None:
         """Has the fork server fork the ranks of the next start, so that a loss need not wait for that."""
         with suppress(OSError):
-            self._socket.send(SPARES)
+            self._socket.send(BUILT_SPARES if len(self._small_builds) == len(self._ranks) else SPARES)
         while self._server.poll() is None:  # the ranks hold the other end of the socket, too: its end alone closes nothing
             message = self._receive() if select.select([self._socket], [], [], _LOOK)[0] else {}
             if isinstance(spares := message.get("spares"), list):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -28,6 +27,7 @@ from project.step.gradients import gradient_norm
 from project.step.logged import measurement_loggers
 from project.step.optimizers import is_fused
 from project.typed import callbacks_of, typed
+from project.untrusted import dump_yaml
 from project.watch.charts import HEALTH, OF_RANKS, SPEED
 from project.watch.curves import board_tag
 from project.watch.events import boards
@@ -117,9 +117,9 @@ class Dashboard(Callback):
         if starts:
             writer.add_scalar(board_tag("run/starts"), len(starts), step)
             known = {"step": starts[-1].step, "ranks": starts[-1].ranks, **starts[-1].known}
-            writer.add_text("run", _as_code(yaml.safe_dump(known, sort_keys=False)), step)
+            writer.add_text("run", _as_code(dump_yaml(known)), step)
         if configuration:
-            writer.add_text("configuration", _as_code(yaml.safe_dump(configuration, sort_keys=False)), step)
+            writer.add_text("configuration", _as_code(dump_yaml(configuration)), step)
             _, session, _ = hparams(_settings(configuration), {})
             writer.file_writer.add_summary(session, step)
 

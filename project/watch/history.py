@@ -30,6 +30,7 @@ from project.untrusted import (
     as_count,
     as_text,
     as_time,
+    dump_yaml,
     parse_json,
     parse_yaml,
     printable,
@@ -258,7 +259,7 @@ def read_history(folder: Path, name: str, in_training: bool = False) -> History:
     text = ""
     try:
         config = masked(parsed := parse_yaml(text := read_text(folder / "config.yaml", _CONFIG, follow=False)))
-        text = text if config == parsed else yaml.safe_dump(config, sort_keys=False)
+        text = text if config == parsed else dump_yaml(config)
     except (yaml.YAMLError, OSError, ValueError):
         config, text = {}, masked_text(text)
     warnings = _SAID.findall(_end(folder / LOG, _LOG))[-_WARNINGS:]

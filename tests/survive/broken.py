@@ -2,12 +2,15 @@
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.errors import UserError
+from project.survive.hang.warden import children
+from tests.cluster.machine import wait_until
 from tests.own import Regression
 
 
@@ -41,3 +44,26 @@ class AlwaysKilled(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 3 and trainer.global_rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Noted(Regression):
+    """Prints a line, and leaves a file, when it is made; may keep a file open."""
+
+    def __init__(self, keeps_file: bool = False) -> None:
+        super().__init__()
+        self.file = os.open("held", os.O_CREAT | os.O_WRONLY) if keeps_file else None
+        print("a network is made", flush=True)
+        Path(f"made-{os.getpid()}").touch()
+
+
+class KilledWithSpares(Callback):
+    """Kills rank 1 once, in its fourth step, when the next ranks are there, with their objects if these can be made early."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step != 3 or trainer.global_rank != 1 or Path("struck").exists():
+            return
+        ranks, early = trainer.world_size, pl_module.file is None
+        wait_until(lambda: len(children(os.getppid())) == 1 + 2 * ranks, 60, "no spares")
+        wait_until(lambda: len(list(Path().glob("made-*"))) == ranks * (1 + early), 60, "spares without a network")
+        Path("struck").touch()
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -139,6 +139,23 @@ def test_a_run_whose_ranks_are_killed_is_the_run_of_ranks_that_are_not(tmp_path,
     assert processes_of(killed) == []
 
 
+@pytest.mark.parametrize("keeps_file", [False, True])
+def test_spare_ranks_make_their_objects_early_unless_these_might_be_there_once_only(tmp_path, keeps_file):
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    killed.mkdir()
+    whole.mkdir()
+    model = ("--model=tests.survive.broken.Noted", f"--model.keeps_file={str(keeps_file).lower()}")
+    words = (*RUNS["own"], *model, '--trainer.callbacks=[{"class_path": "tests.survive.broken.KilledWithSpares"}]')
+    done = program(killed, *words, *RECOVER, "--trainer.devices=3")
+    assert done.code == 0, done.output
+    before, _, after = done.output.partition("All ranks resume")
+    assert [text.count("a network is made") for text in (before, after)] == [3, 3], done.output
+    (whole / "struck").touch()
+    assert forked(whole, *words, ranks=3).code == 0
+    assert same(final(killed), final(whole))
+    assert curves(killed) == curves(whole)
+
+
 @pytest.mark.slow
 def test_sixteen_ranks_of_which_one_is_killed_give_the_bits_of_one_process(tmp_path):
     killed, alone = tmp_path / "killed", tmp_path / "alone"

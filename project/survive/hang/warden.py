@@ -477,13 +477,23 @@ class WardenProcess:
     """Represents the warden in its rank, as a child process. Does nothing where it could not be started or has ended."""
 
     def __init__(self, pid: int, began: str, dump: str, name: str, launcher: str) -> None:
-        words = [sys.executable, "-I", "-S", __file__, str(pid), began, dump, name, launcher]
+        self._words = [sys.executable, "-I", "-S", __file__, str(pid), began, dump, name, launcher]
         self._process: subprocess.Popen[bytes] | None = None
-        with suppress(OSError):
-            self._process = subprocess.Popen(words, stdin=subprocess.PIPE)
+        self._unsent: list[str] | None = []  # lines for a warden that has not been started
+
+    def start(self) -> None:
+        """Starts the warden, if it has not been started."""
+        if self._unsent is not None:
+            with suppress(OSError):
+                self._process = subprocess.Popen(self._words, stdin=subprocess.PIPE)
+            lines, self._unsent = self._unsent, None
+            for line in lines:
+                self._write_line(line)
 
     def _write_line(self, line: str) -> None:
-        if self._process is not None and self._process.stdin is not None:
+        if self._unsent is not None:
+            self._unsent.append(line)
+        elif self._process is not None and self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.write(f"{line}\n".encode())
                 self._process.stdin.flush()

@@ -36,11 +36,12 @@ from project.survive.hang import flights, stacks, verdict
 from project.survive.hang.heartbeats import Channel, Flight, Heartbeat, Member, heartbeat_from_dict, machine_id
 from project.survive.hang.leaving import RankContext, exit_after_loss
 from project.survive.hang.verdict import RankAtFault, Verdict
-from project.survive.hang.warden import WardenProcess, start_time
+from project.survive.hang.warden import SUPERVISED, WardenProcess, start_time
 
 log = logging.getLogger(__name__)
 
 _TICK = 1.0  # seconds between two looks
+_LATE_WARDEN = 2.0  # seconds: ranks that have just been started again need the cores themselves
 _HEARTBEATS_PER_SECOND = 50  # ranks that rank 0 hears in a second, at most
 _SILENCE = 5.0  # seconds without a word, when ranks are waiting: a process that is stopped, dead or cut off
 _SUSPENDED = 4.0  # a tick that is so much too late: this process was stopped
@@ -167,6 +168,8 @@ class Watchdog(Callback):
         me = self._own_member()
         name, launcher = f"rank {me.rank} on {me.host}", describe_launcher(me.host)
         self._warden = WardenProcess(me.pid, me.started, me.dump, name, launcher)
+        if launcher != SUPERVISED:  # whose supervisor reports their end, and whose warden is there for silence alone
+            self._warden.start()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -249,7 +252,7 @@ class Watchdog(Callback):
 
     def _run(self) -> None:
         """Runs in the thread: sends heartbeats, on rank 0 judges them, and ends the process when there is a verdict."""
-        looked = spoke = time.monotonic()
+        began = looked = spoke = time.monotonic()
         while not self._stopping.is_set() and self._verdict is None:
             self._handle_messages(_TICK)
             now = time.monotonic()
@@ -262,6 +265,8 @@ class Watchdog(Callback):
             if LOST_RANKS.exit_due(saved is not None and saved.writing) and not self._stopping.is_set():
                 exit_after_loss(self._context(), self._warden)
             if self._warden is not None:
+                if now - began > _LATE_WARDEN:
+                    self._warden.start()
                 self._warden.send(step=beat.step)
                 if self._channel is not None:
                     self._warden.allow_silence(_LAST_RESORT * beat.allowed_own_work)
