@@ -201,10 +201,10 @@ class ProjectCLI(LightningCLI):
         except UserError as error:
             raise as_user_error(error, self.parser.placed(str(error))) from error
 
-    def _build(self, make: Callable[[], Any]) -> Any:
+    def _build(self, make: Callable[[], Namespace]) -> Namespace:
         """Makes all objects of the configuration. `make`: jsonargparse's function for that."""
         if self._is_built_by_rank_0():
-            return build_once(make, network_of=lambda made: made[self.subcommand].model, rank=detect().rank)
+            return build_once(make, network_of=lambda made: made[str(self.subcommand)].model, rank=detect().rank)
         return make()
 
     def _as_user_error(self, refusal: Refusal) -> Exception:
