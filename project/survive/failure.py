@@ -227,7 +227,7 @@ def report_error(
         host: this host.
         children: the ranks that this one launched.
         folder: the run's folder, where it is known.
-        at: how far the run has come, as the end of a sentence.
+        at: how far the run has come, as the end of a sentence; '' where that is not known.
     """
     if EXITING.is_set():
         threading.Event().wait()  # the watchdog's thread ends this process
@@ -248,16 +248,16 @@ def report_error(
     if not alone or rank > 0:
         time.sleep(_FIRST if rank == 0 else _SECOND)
     text = message(error, folder)
-    if which == "crash" and folder is not None:
-        resumes = resumption(folder, changed=isinstance(error, torch.OutOfMemoryError))
-        text = f"The run has ended {at}. {resumes}\n{text}"
+    if which == "crash" and at:
+        resumes = f" {resumption(folder, changed=isinstance(error, torch.OutOfMemoryError))}" if folder else ""
+        text = f"The run has ended {at}.{resumes}\n{text}"
     if which == "crash" and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         # torchrun has the last word, and prints what it finds here; its own 'host' is often localhost.
         report = f"rank {rank}, {host}: {text}"
         message_of_rank = {"message": report, "extraInfo": {"py_callstack": report, "timestamp": str(int(time.time()))}}
         Path(file).write_text(json.dumps({"message": message_of_rank}))
         text = f"{type(error).__name__}: {error} (torchrun prints the traceback)"
-    elif which == "crash" and folder is None:
+    elif which == "crash" and not at:
         text = f"\n{text}"
     log.error(text, extra={WHOLE: text.partition("\n")[0] + f"\n{Folded(error).whole}"} if which == "crash" else None)
     for child in children:

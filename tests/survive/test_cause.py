@@ -4,11 +4,15 @@ import json
 import re
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import LightningModule
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from project import Trainer
+from project.cli.main import _at
 from project.cli.watching import main as watch
 from project.survive.failure import Folded
 from tests.conftest import Cli, Run
@@ -33,6 +37,15 @@ class Broken(Named):
 class BrokenOnRank1(Broken):
     def divided(self, points):  # type: ignore[no-untyped-def]
         return super().divided(points) if self.global_rank else self.network(points).sum()
+
+
+class BrokenEvaluation(Named):
+    """A user's module with a mistake in the second batch of an evaluation."""
+
+    def validation_step(self, batch, batch_idx):  # type: ignore[no-untyped-def]
+        return batch[0] / (1 // (1 - batch_idx))
+
+    test_step = predict_step = validation_step
 
 
 class Unreadable(Dataset[int]):
@@ -72,6 +85,25 @@ def test_a_users_frames_are_shown_and_the_others_counted(quick: Cli) -> None:
     assert run.output.count(" Run: ") == (run.runs[0] / "life.jsonl").read_text().count('"event": "stop"') == 1
     whole = quick(*FIT, "--run=whole", "--model=tests.survive.test_cause.Broken", "--debug=true")
     assert "lightning/pytorch/trainer/" in whole.output
+
+
+def test_an_error_in_an_evaluation_names_it_and_its_batch(quick: Cli, tmp_path: Path) -> None:
+    run = quick(*FIT, "--model=tests.survive.test_cause.BrokenEvaluation")
+    assert run.code == 1
+    assert "The run has ended in the validation after step 40, at its batch 2, of samples 4, 5, 6, 7. " in run.output
+
+    def place(verb: str, **settings: Any) -> str:
+        trainer = Trainer(default_root_dir=tmp_path, max_steps=2, accelerator="cpu", logger=False, **settings)
+        data = DataLoader(TensorDataset(torch.zeros(8, 4)), batch_size=4)
+        with pytest.raises(ZeroDivisionError):
+            getattr(trainer, verb)(BrokenEvaluation(), data, *[data] * (verb == "fit"))
+        return _at(trainer)
+
+    assert place("fit") == "in the sanity check after step 0, at its batch 2, of samples 4, 5, 6, 7"
+    assert place("fit", num_sanity_val_steps=0).startswith("in the validation after step 2, at its batch 2, of samples 4, ")
+    assert place("validate") == "in the validation, at its batch 2, of samples 4, 5, 6, 7"
+    assert place("test") == "in the test, at its batch 2, of samples 4, 5, 6, 7"
+    assert place("predict") == "in the prediction, at its batch 2, of samples 4, 5, 6, 7"
 
 
 def test_an_error_of_rank_0_names_its_rank_and_its_step(quick: Cli) -> None:
