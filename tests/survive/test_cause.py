@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from project import Trainer
 from project.cli.main import _at
 from project.cli.watching import main as watch
-from project.survive.failure import Folded
+from project.errors import UserError
+from project.survive.failure import Folded, cause_of, one_line
 from tests.conftest import Cli, Run
 from tests.survive.test_failure import BROKEN, CRAMPED
 from tests.watch.test_progress import Named
@@ -49,11 +50,14 @@ class BrokenEvaluation(Named):
 
 
 class Unreadable(Dataset[int]):
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, index: int) -> int:
-        raise KeyError("no such sample")
+        raise self.error
 
 
 def summary(run: Run) -> dict[str, str]:
@@ -159,12 +163,31 @@ def test_who_is_left_says_what_filled_the_memory_and_what_to_lower(cli: Cli, cgr
 
 def test_a_traceback_from_a_loader_process_is_folded_too() -> None:
     with pytest.raises(KeyError) as raised:
-        list(DataLoader(Unreadable(), num_workers=1))
+        list(DataLoader(Unreadable(KeyError("no such sample")), num_workers=1))
     folded = Folded(raised.value)
     assert "torch/utils/data" in folded.whole
     assert "torch/utils/data" not in folded.text
     assert "in __getitem__" in folded.where
     assert "Original Traceback" in folded.text
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (FileNotFoundError(2, "No such file", "x.png"), "FileNotFoundError: [Errno 2] No such file: 'x.png'"),
+        (KeyError("sky"), "KeyError: 'sky'"),
+        (
+            UnicodeDecodeError("x", b"\xff", 0, 1, ""),
+            "UnicodeDecodeError: 'x' codec can't decode byte 0xff in position 0: ",
+        ),
+        (UserError("No such sample.\nHINT: none."), "UserError: No such sample."),
+        (StopAsyncIteration(), "StopAsyncIteration"),
+    ],
+)
+def test_an_error_in_a_loader_process_is_named_as_it_was_raised(error: Exception, text: str) -> None:
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        list(DataLoader(Unreadable(error), num_workers=1))
+    assert cause_of(raised.value).text == one_line(raised.value) == f"{text} (in a loader process)"
 
 
 def test_an_error_without_a_frame_of_the_users_keeps_them_all() -> None:
