@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import Tensor, nn
@@ -785,3 +785,25 @@ def test_a_resumed_run_shows_its_metrics_in_the_same_order(
     assert all(re.search(r"val_z [\d.]+  val_a [\d.]+", line) for line in lines)
     names = [name for name in trainer.callback_metrics if name in ("zeta", "alpha", "val_z", "val_a")]
     assert names == ["zeta", "alpha", "val_z", "val_a"]
+
+
+class Saving(Callback):
+    """Keeps the checkpoint that could be written where a fit begins."""
+
+    saved: dict[str, Any] | None = None
+
+    def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.saved = self.saved or trainer._checkpoint_connector.dump_checkpoint()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_checkpoint_right_after_a_resume_has_the_metrics_of_the_one_before(
+    tmp_path: Path, exact: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    settings: Any = {"exact": exact, "global_batch_size": 4, "accelerator": "cpu"}
+    path = fit(tmp_path, Named(), points(), **settings).checkpoint_callback.last_model_path  # type: ignore[union-attr]
+    saving = Saving()
+    fit(tmp_path, Named(), points(), steps=9, resume=True, callbacks=[saving], **settings)
+    assert saving.saved is not None
+    assert same(saving.saved["callback_metrics"], torch.load(path, weights_only=False)["callback_metrics"])
+    assert not [str(warning.message) for warning in recwarn if "before the ``update``" in str(warning.message)]
