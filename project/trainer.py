@@ -57,6 +57,7 @@ from project.step.compression import Compression
 from project.step.data_ranks import data_ranks
 from project.step.ddp import use_exact_gradients, use_ordered_ddp
 from project.step.epochs import install_loops
+from project.step.evaluated import note_failure
 from project.step.gathering import gather_evenly
 from project.step.gradients import Gradients
 from project.step.loaders import Loaders
@@ -290,9 +291,11 @@ class Trainer(TypedTrainer):
             fix_threads(self._threads, self.exact)
         try:
             results = super()._run(model, *args, **kwargs)
-        except torch.AcceleratorError:
-            # Nothing comes back from a device that has failed: to try it would hide its error behind another.
-            self._teardown = self._signal_connector.teardown  # type: ignore[method-assign]
+        except Exception as error:
+            note_failure(self)
+            if isinstance(error, torch.AcceleratorError):
+                # Nothing comes back from a device that has failed: to try it would hide its error behind another.
+                self._teardown = self._signal_connector.teardown  # type: ignore[method-assign]
             raise
         if self.state.fn == TrainerFn.FITTING:
             warn_if_cut_short(self)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from project.cli import runs
+from project.cli.watching import Look
 from tests.conftest import TINY, environment
 
 HOLD = """
@@ -61,6 +63,26 @@ def many(tmp_path, monkeypatch):
 def listed(capsys, *words: str) -> list[dict]:
     assert runs.main(["--json", *words]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_run_of_this_host_whose_process_is_gone_is_lost_at_once(tmp_path):
+    folder = run_of(tmp_path, "new", age=-60)
+
+    def state(pid: int, host: str, began: float) -> str:
+        start = {"event": "start", "time": began, "step": 0, "ranks": 2, "hosts": {host: 1, "h2": 1}, "of": 100, "pid": pid}
+        (folder / "life.jsonl").write_text(f"{json.dumps(start)}\n")
+        listed = runs.read_run(folder).state
+        assert Look(folder)()[0] == {"running": "going on", "lost": "killed"}[listed]
+        return listed
+
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    here, now = socket.gethostname(), time.time()
+    assert state(os.getpid(), here, now) == "running"
+    assert state(ended.pid, here, now) == "lost"
+    assert state(ended.pid, "h1", now) == "running"  # whose processes are not seen here
+    assert state(os.getpid(), here, now - 1e6) == "lost"  # of that number is another one now
+    assert state(1 << 70, here, now) == "running"
 
 
 def test_runs_are_listed_sorted_and_filtered(many, capsys):

@@ -51,7 +51,7 @@ from project.model import ImageClassifier
 from project.resume.changes import ChangedSettings
 from project.runs import Run, open_beside, open_run, run_of, saved_config, weights
 from project.sharded.meta_build import build_once
-from project.step.state import micro_batch
+from project.step.state import step_state
 from project.step.supported_strategies import refuse_ranks_in_process
 from project.survive.failure import BY_COMMAND, cause_of, exit_at_once, exit_code, report_error
 from project.survive.hang.watchdog import Watchdog
@@ -544,13 +544,15 @@ def _end(error: Exception, rank: int) -> int:
 
 
 def _at(trainer: Trainer) -> str:
-    """Returns how far a fit has come: its last step, and this rank's last samples."""
-    samples = micro_batch(trainer).samples if trainer.state.fn == "fit" else None
-    text = f"after step {trainer.global_step}"
-    if not samples:
+    """Returns how far it has come, and this rank's samples: a fit's last step, or the batch of an evaluation; else ''."""
+    state, fits = step_state(trainer), trainer.state.fn == "fit"
+    text = state.failed_evaluation or (f"after step {trainer.global_step}" if fits else "")
+    batch = state.evaluated if state.failed_evaluation else state.micro_batch if fits else None
+    if batch is None or not (samples := batch.samples):
         return text
+    text += ", of samples" if state.failed_evaluation else "; this rank's last training micro-batch was of samples"
     more = f" and {len(samples) - _SAMPLES} more" * (len(samples) > _SAMPLES)
-    return f"{text}; this rank's last training micro-batch was of samples {', '.join(map(str, samples[:_SAMPLES]))}{more}"
+    return f"{text} {', '.join(map(str, samples[:_SAMPLES]))}{more}"
 
 
 def _folder(trainer: Trainer) -> Path | None:

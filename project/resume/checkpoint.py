@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from project.checkpoints.callback import checkpoints_of
-from project.checkpoints.reading import SafeCheckpointIO, memory_folder, newest_good
+from project.checkpoints.reading import SafeCheckpointIO, memory_folder, newest_good, whole_manifest
 from project.cluster import shared_folder
 from project.errors import FaultError, UserError
 from project.masking import MASK, without_secrets
@@ -199,12 +199,16 @@ class Resuming(_CheckpointConnector):
 
     def resume_start(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
         """Reads the checkpoint that rank 0 chose, and prepares it for this rank, among today's number of ranks."""
-        path = self.trainer.strategy.broadcast(None if checkpoint_path is None else str(checkpoint_path))
+        chosen = None if checkpoint_path is None else str(checkpoint_path)
+        manifest = (whole_manifest(Path(chosen)) if chosen and self.trainer.is_global_zero else None) or {}
+        path, in_order = self.trainer.strategy.broadcast((chosen, [*manifest.get("metrics", ())]))
         # Lightning converts the network after loading: float64 weights would pass through float32, and be rounded.
         self.trainer.precision_plugin.convert_module(self.trainer.lightning_module)
         self._read(path, self.weights_only if weights_only is None else weights_only)
         saved = self._loaded_checkpoint
         check_loop_progress(saved.get("loops", {}))
+        if metrics := saved.get("callback_metrics"):  # sorted in the file: a rank may have logged them in another order
+            saved["callback_metrics"] = {name: metrics[name] for name in [*in_order, *metrics] if name in metrics}
         if self.trainer.state.fn == "fit" and "position" in saved:
             self._restore_position(saved)
         states, ranks = saved.get("states_of_ranks"), data_ranks(self.trainer)

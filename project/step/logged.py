@@ -264,10 +264,12 @@ class Results(_ResultCollection):
         """Keeps a checkpoint's sums for `restore_sums`, at the start of the next epoch."""
         self._sums_to_restore = sums, rank, ranks
 
-    def restore_sums(self, device: torch.device, reduce: Callable[..., object]) -> None:
-        """Restores the sums of a checkpoint: what was summed up on another number of ranks is rank 0's now."""
+    def restore_sums(self, device: torch.device, reduce: Callable[..., object]) -> bool:
+        """Restores the sums of a checkpoint: what was summed up on another number of ranks is rank 0's now. Returns whether
+        there are any to restore.
+        """
         if self._sums_to_restore is None:
-            return
+            return False
         (sums, rank, ranks), self._sums_to_restore = self._sums_to_restore, None
         for key, entry in sums.items():
             value, samples = self._restored_sum(key, sums, rank, ranks)
@@ -279,8 +281,7 @@ class Results(_ResultCollection):
             self._own_values.add(name)  # nothing is to be told of it here
             self.log(fx, name, torch.zeros(()), **how)
             metric: _ResultMetric = self[key]
-            metric.reset()
-            metric.has_reset, metric.meta.sync.should = False, entry["sync"]["should"]
+            metric._forward_cache, metric.meta.sync.should = None, entry["sync"]["should"]
             metric.value = value
             if metric.meta.is_mean_reduction:
                 metric.cumulated_batch_size = samples
@@ -288,6 +289,7 @@ class Results(_ResultCollection):
             self.hooks_before_resume.add(fx)
             self._not_logged_since.add(key)
         self._values_of_step.clear()
+        return True
 
     def _restored_sum(self, key: str, sums: Sums, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
         """Returns what this rank resumes with: a value of the epoch so far, and the number of samples in it."""
@@ -411,6 +413,10 @@ class Logged(_LoggerConnector):
                 late = self._delayed_numbers.get(name)
                 bar[name] = value.item() if late is None else late.read()
         return bar
+
+    def resume_within_epoch(self) -> None:
+        """Resumes within an epoch, as after a batch: what was logged so far is no result before the epoch's end."""
+        super().on_batch_start(None)
 
     def names_of_step(self) -> set[str]:
         """Returns the names of the bar's metrics that steps of this epoch have logged: those of others are older."""

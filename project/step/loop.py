@@ -44,7 +44,8 @@ class Steps(EpochLoop):
         """Prepares an epoch: restores what was logged before the run was stopped, and chooses which loop takes the steps."""
         self.moments.begin_epoch(self.trainer.current_epoch)
         super().on_run_start(data_fetcher)
-        self._results.restore_sums(self.trainer.strategy.root_device, self.trainer.strategy.reduce)
+        if self._results.restore_sums(self.trainer.strategy.root_device, self.trainer.strategy.reduce):
+            typed(self.trainer).logged.resume_within_epoch()
         if self.metric_states is not None:
             here = data_ranks(self.trainer)
             restore_metric_states(self.metric_states, self.trainer.lightning_module, here.rank, here.count)

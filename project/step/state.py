@@ -36,6 +36,10 @@ class StepState:
     runner: Runner = field(default_factory=Runner)
     """What runs a micro-batch on the device: one operation after the other, or as a graph."""
 
+    evaluated: MicroBatch | None = None
+    """The micro-batch that is evaluated, where it was dealt out by us."""
+    failed_evaluation: str = ""
+    """The evaluation in which an error was raised, and the place in it, as the end of a sentence."""
     evaluated_key: tuple[int, int] | None = None
     """The micro-batch that is evaluated: the number of its loader, and the position of its first sample, if known."""
     peers_evaluate_more: bool = False

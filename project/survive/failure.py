@@ -29,7 +29,7 @@ from project.launch.fork_server import tell_supervisor
 from project.survive.exit import flush_and_exit
 from project.survive.hang.warden import OOM_KILL, TO_LOWER, OomKills
 from project.survive.signals import EXIT_CODES, SIGNALS
-from project.survive.tracebacks import Folded
+from project.survive.tracebacks import Folded, loader_error, title
 from project.untrusted import LONGEST_CAUSE, shortened
 
 log = logging.getLogger(__name__)
@@ -164,17 +164,16 @@ def cause_of(error: BaseException) -> Cause:
         return cause
     if which == "loader":
         return Cause(_loader_failure(error).partition(" HINT:")[0])
-    text = str(error).strip().partition("\n")[0]
     if which == "crash":
         folded = Folded(error)
-        return Cause(f"{type(error).__name__}: {text}", folded.where, folded.text)
-    return Cause(text if isinstance(error, (UserError, NonFiniteError)) else f"{type(error).__name__}: {text}")
+        return Cause(title(error), folded.where, folded.text)
+    text = loader_error(error) or str(error).strip().partition("\n")[0]
+    return Cause(text if isinstance(error, (UserError, NonFiniteError)) else title(error))
 
 
 def one_line(error: BaseException) -> str:
     """Returns the error in one line, for the other ranks."""
-    text = f"{type(error).__name__}: {error}" if kind(error) == "crash" else message(error)
-    return text.strip().partition("\n")[0]
+    return title(error) if kind(error) == "crash" else message(error).strip().partition("\n")[0]
 
 
 def resumption(folder: Path | None, changed: bool = False) -> str:
@@ -208,7 +207,7 @@ def message(error: BaseException, folder: Path | None = None) -> str:
     if "EADDRINUSE" in str(error):
         port = os.environ.get("MASTER_PORT", "?")
         return f"Port {port} is in use by another program. HINT: set another MASTER_PORT, on every node the same."
-    return shortened(str(error).strip(), LONGEST_CAUSE) or type(error).__name__
+    return shortened(loader_error(error) or str(error).strip(), LONGEST_CAUSE) or type(error).__name__
 
 
 def report_error(
@@ -227,7 +226,7 @@ def report_error(
         host: this host.
         children: the ranks that this one launched.
         folder: the run's folder, where it is known.
-        at: how far the run has come, as the end of a sentence.
+        at: how far the run has come, as the end of a sentence; '' where that is not known.
     """
     if EXITING.is_set():
         threading.Event().wait()  # the watchdog's thread ends this process
@@ -248,16 +247,16 @@ def report_error(
     if not alone or rank > 0:
         time.sleep(_FIRST if rank == 0 else _SECOND)
     text = message(error, folder)
-    if which == "crash" and folder is not None:
-        resumes = resumption(folder, changed=isinstance(error, torch.OutOfMemoryError))
-        text = f"The run has ended {at}. {resumes}\n{text}"
+    if which == "crash" and at:
+        resumes = f" {resumption(folder, changed=isinstance(error, torch.OutOfMemoryError))}" if folder else ""
+        text = f"The run has ended {at}.{resumes}\n{text}"
     if which == "crash" and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         # torchrun has the last word, and prints what it finds here; its own 'host' is often localhost.
         report = f"rank {rank}, {host}: {text}"
         message_of_rank = {"message": report, "extraInfo": {"py_callstack": report, "timestamp": str(int(time.time()))}}
         Path(file).write_text(json.dumps({"message": message_of_rank}))
-        text = f"{type(error).__name__}: {error} (torchrun prints the traceback)"
-    elif which == "crash" and folder is None:
+        text = f"{title(error)} (torchrun prints the traceback)"
+    elif which == "crash" and not at:
         text = f"\n{text}"
     log.error(text, extra={WHOLE: text.partition("\n")[0] + f"\n{Folded(error).whole}"} if which == "crash" else None)
     for child in children:

@@ -9,6 +9,7 @@ from typing import ClassVar
 _FRAME = re.compile(
     r'^ *File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<name>.*)\n(?: {4,}.*\n)*(?: *\[Previous line .*\n)?', re.MULTILINE
 )
+_IN_LOADER = re.compile(r"Caught (\w+) in DataLoader worker process \d+\.\n")
 _HEAD = "Traceback (most recent call last):"
 _PACKAGES = {"site-packages", "dist-packages"}
 _STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
@@ -34,6 +35,18 @@ class Folded:
             text = _FRAME.sub(lambda frame: "" if library_of(frame["file"]) else frame[0], f"{self.whole}\n").rstrip()
             without = f"without {len(frames) - len(own)} frame(s) of {', '.join(names)}; --debug true shows them"
             self.text = text.replace(_HEAD, f"Traceback (most recent call last, {without}):", 1)
+
+
+def loader_error(error: BaseException) -> str:
+    """Returns the type and text of an error as it was raised in a loader process, or ''. torch's text has them at its end."""
+    match = _IN_LOADER.match(text := str(error))
+    lines = re.findall(rf"^(?:\S+\.)?({match[1]}(?:: .*)?)$", text, re.MULTILINE) if match else []
+    return f"{lines[-1]} (in a loader process)" if lines else ""
+
+
+def title(error: BaseException) -> str:
+    """Returns the type of an error and the first line of its text."""
+    return loader_error(error) or f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def library_of(file: str) -> str:

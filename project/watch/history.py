@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from project.cluster.place import host, process_started
 from project.cluster.settings import flat
 from project.errors import SMALLER_BATCH
 from project.masking import masked, masked_text
@@ -64,6 +65,7 @@ _SETTINGS, _COMMAND = 1_000, 4_000  # names, and characters
 # The newest of what a folder holds: bytes of a log and of starts and stops; starts; warnings; bytes of a configuration.
 _LOG, _LIVES, _STARTS, _WARNINGS, _CONFIG = 1 << 24, 1 << 21, 1_000, 10_000, 1 << 20
 _MOST_RANKS = 1_000_000
+_CLOCK = 60.0  # seconds, by which a clock may have been set since a start
 _TRACEBACK = 4_000  # characters
 
 LOG = "log.txt"
@@ -351,6 +353,20 @@ def held(lock: Path) -> bool:
     except OSError:
         return False
     return False
+
+
+def has_ended(life: Life) -> bool:
+    """Returns whether rank 0's process is gone, where this host can tell: a later one may have its number."""
+    pid, hosts = life.known.get("pid"), life.known.get("hosts") or {"": 1}
+    if next(iter(hosts)) != host() or not isinstance(pid, int) or pid < 1:
+        return False
+    try:
+        os.kill(pid, 0)
+        return process_started(pid) > life.time + _CLOCK
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
 
 
 def _end(path: Path, most: int) -> str:

@@ -117,7 +117,7 @@ class Progress(ProgressBar):
         """
         metrics: dict[str, float | str] = {**trainer.progress_bar_metrics}
         fresh = typed(trainer).logged.names_of_step() or metrics.keys() - self._evaluated.keys()
-        self._order |= dict.fromkeys([*(name for name in _FIRST if name in metrics), *metrics])
+        self._order |= dict.fromkeys(name for name in [*_FIRST, *trainer.callback_metrics, *metrics] if name in metrics)
         shown = [
             Field(Importance.METRIC, f"{'' if name in fresh else 'last '}{name.removeprefix('train/')} {_short(metrics[name])}")
             for name in self._order

@@ -4,13 +4,18 @@ import json
 import re
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import LightningModule
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from project import Trainer
+from project.cli.main import _at
 from project.cli.watching import main as watch
-from project.survive.failure import Folded
+from project.errors import UserError
+from project.survive.failure import Folded, cause_of, one_line
 from tests.conftest import Cli, Run
 from tests.survive.test_failure import BROKEN, CRAMPED
 from tests.watch.test_progress import Named
@@ -35,12 +40,24 @@ class BrokenOnRank1(Broken):
         return super().divided(points) if self.global_rank else self.network(points).sum()
 
 
+class BrokenEvaluation(Named):
+    """A user's module with a mistake in the second batch of an evaluation."""
+
+    def validation_step(self, batch, batch_idx):  # type: ignore[no-untyped-def]
+        return batch[0] / (1 // (1 - batch_idx))
+
+    test_step = predict_step = validation_step
+
+
 class Unreadable(Dataset[int]):
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, index: int) -> int:
-        raise KeyError("no such sample")
+        raise self.error
 
 
 def summary(run: Run) -> dict[str, str]:
@@ -72,6 +89,25 @@ def test_a_users_frames_are_shown_and_the_others_counted(quick: Cli) -> None:
     assert run.output.count(" Run: ") == (run.runs[0] / "life.jsonl").read_text().count('"event": "stop"') == 1
     whole = quick(*FIT, "--run=whole", "--model=tests.survive.test_cause.Broken", "--debug=true")
     assert "lightning/pytorch/trainer/" in whole.output
+
+
+def test_an_error_in_an_evaluation_names_it_and_its_batch(quick: Cli, tmp_path: Path) -> None:
+    run = quick(*FIT, "--model=tests.survive.test_cause.BrokenEvaluation")
+    assert run.code == 1
+    assert "The run has ended in the validation after step 40, at its batch 2, of samples 4, 5, 6, 7. " in run.output
+
+    def place(verb: str, **settings: Any) -> str:
+        trainer = Trainer(default_root_dir=tmp_path, max_steps=2, accelerator="cpu", logger=False, **settings)
+        data = DataLoader(TensorDataset(torch.zeros(8, 4)), batch_size=4)
+        with pytest.raises(ZeroDivisionError):
+            getattr(trainer, verb)(BrokenEvaluation(), data, *[data] * (verb == "fit"))
+        return _at(trainer)
+
+    assert place("fit") == "in the sanity check after step 0, at its batch 2, of samples 4, 5, 6, 7"
+    assert place("fit", num_sanity_val_steps=0).startswith("in the validation after step 2, at its batch 2, of samples 4, ")
+    assert place("validate") == "in the validation, at its batch 2, of samples 4, 5, 6, 7"
+    assert place("test") == "in the test, at its batch 2, of samples 4, 5, 6, 7"
+    assert place("predict") == "in the prediction, at its batch 2, of samples 4, 5, 6, 7"
 
 
 def test_an_error_of_rank_0_names_its_rank_and_its_step(quick: Cli) -> None:
@@ -127,12 +163,31 @@ def test_who_is_left_says_what_filled_the_memory_and_what_to_lower(cli: Cli, cgr
 
 def test_a_traceback_from_a_loader_process_is_folded_too() -> None:
     with pytest.raises(KeyError) as raised:
-        list(DataLoader(Unreadable(), num_workers=1))
+        list(DataLoader(Unreadable(KeyError("no such sample")), num_workers=1))
     folded = Folded(raised.value)
     assert "torch/utils/data" in folded.whole
     assert "torch/utils/data" not in folded.text
     assert "in __getitem__" in folded.where
     assert "Original Traceback" in folded.text
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (FileNotFoundError(2, "No such file", "x.png"), "FileNotFoundError: [Errno 2] No such file: 'x.png'"),
+        (KeyError("sky"), "KeyError: 'sky'"),
+        (
+            UnicodeDecodeError("x", b"\xff", 0, 1, ""),
+            "UnicodeDecodeError: 'x' codec can't decode byte 0xff in position 0: ",
+        ),
+        (UserError("No such sample.\nHINT: none."), "UserError: No such sample."),
+        (StopAsyncIteration(), "StopAsyncIteration"),
+    ],
+)
+def test_an_error_in_a_loader_process_is_named_as_it_was_raised(error: Exception, text: str) -> None:
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        list(DataLoader(Unreadable(error), num_workers=1))
+    assert cause_of(raised.value).text == one_line(raised.value) == f"{text} (in a loader process)"
 
 
 def test_an_error_without_a_frame_of_the_users_keeps_them_all() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import re
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from project.checkpoints.callback import Checkpoints, copy_to_host
 from project.errors import UserError
 from project.resume import attributes
 from project.sharded.shards import Split
+from project.watch.progress import Progress
 from tests.own import Points, Regression
 from tests.survive.test_resume import same
 
@@ -749,3 +751,59 @@ def test_loader_processes_have_what_the_start_of_an_epoch_has_set(
     assert all(now == told for now, told in second.seen)
     assert all(now == told for now, told in first.seen) is not persistent
     assert ("Growing.epoch: changed, and the loader's processes keep" in caplog.text) is persistent
+
+
+class Named(Regression):
+    """Logs names whose order is not that of the alphabet."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log_dict({"zeta": loss, "alpha": loss * 2}, prog_bar=True, on_epoch=True)
+        self.count(batch)
+        return loss
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log_dict({"val_z": self.loss(batch), "val_a": 1.0})
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_resumed_run_shows_its_metrics_in_the_same_order(
+    tmp_path: Path, exact: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for steps in (8, 16):
+        trainer = Trainer(
+            default_root_dir=tmp_path, max_steps=steps, accelerator="cpu", logger=False, exact=exact, global_batch_size=4
+        )
+        trainer.fit(Named(), points(), DataLoader(Points(4)), ckpt_path="last" if steps > 8 else None)
+        progress = trainer.progress_bar_callback
+        assert isinstance(progress, Progress)
+        fields = [field.text for field in progress._fields(trainer)]
+        assert [text.split()[0] for text in fields[:2]] == ["zeta_step", "alpha_step"]
+    lines = [text for record in caplog.records if "val_a" in (text := record.getMessage())]
+    assert len(lines) == 2
+    assert all(re.search(r"val_z [\d.]+  val_a [\d.]+", line) for line in lines)
+    names = [name for name in trainer.callback_metrics if name in ("zeta", "alpha", "val_z", "val_a")]
+    assert names == ["zeta", "alpha", "val_z", "val_a"]
+
+
+class Saving(Callback):
+    """Keeps the checkpoint that could be written where a fit begins."""
+
+    saved: dict[str, Any] | None = None
+
+    def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.saved = self.saved or trainer._checkpoint_connector.dump_checkpoint()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_checkpoint_right_after_a_resume_has_the_metrics_of_the_one_before(
+    tmp_path: Path, exact: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    settings: Any = {"exact": exact, "global_batch_size": 4, "accelerator": "cpu"}
+    path = fit(tmp_path, Named(), points(), **settings).checkpoint_callback.last_model_path  # type: ignore[union-attr]
+    saving = Saving()
+    fit(tmp_path, Named(), points(), steps=9, resume=True, callbacks=[saving], **settings)
+    assert saving.saved is not None
+    assert same(saving.saved["callback_metrics"], torch.load(path, weights_only=False)["callback_metrics"])
+    assert not [str(warning.message) for warning in recwarn if "before the ``update``" in str(warning.message)]

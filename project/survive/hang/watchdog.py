@@ -48,14 +48,16 @@ _SUSPENDED = 4.0  # a tick that is so much too late: this process was stopped
 _LAST_RESORT = 3  # times the deadline: then this rank's warden ends it
 _CAUSE_WAIT = 2.0  # seconds in which a rank that ended reports why, after its connections were closed
 _HISTORY = 50  # times of a phase that are kept
-_SHOWN = 16  # processes that a line names
+_SHOWN = 16  # processes that a line on a terminal names
 _LONGEST_TRACEBACK = 4_000  # characters, in one datagram
 
 
-def _listing(members: Sequence[Member]) -> str:
-    """Returns the process and the host of each rank, of the first ranks where there are many."""
-    shown = ", ".join(f"rank {member.rank} is {member.pid} on {member.host}" for member in members[:_SHOWN])
-    return shown + (f" and {len(members) - _SHOWN} more" if len(members) > _SHOWN else "")
+def _report_processes(members: Sequence[Member]) -> None:
+    """Logs the process and the host of each rank; a terminal gets those of the first ranks where there are many."""
+    names = [f"rank {member.rank} is {member.pid} on {member.host}" for member in members]
+    whole, threads = ", ".join(names), f"{torch.get_num_threads()} thread(s) each"
+    shown = whole if len(names) <= _SHOWN else f"{', '.join(names[:_SHOWN])} and {len(names) - _SHOWN} more"
+    log.info("Processes: %s; %s", shown, threads, extra={failure.WHOLE: f"Processes: {whole}; {threads}"})
 
 
 def _phase_hook(phase: str, part: int | None = None) -> Callable[..., None]:
@@ -188,7 +190,7 @@ class Watchdog(Callback):
         members, (_, secret, folder) = [member for member, _, _ in gathered], gathered[0]
         channel.set_members(members, secret)
         if self._rank == 0 and stage == "fit":
-            log.info("Processes: %s; %d thread(s) each", _listing(members), torch.get_num_threads())
+            _report_processes(members)
         self.folder = Path(folder)
         self._rank_0_answered = now = time.monotonic()
         self._heartbeats = {member.rank: (now, self._heartbeat()) for member in members}

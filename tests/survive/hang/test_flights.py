@@ -1,6 +1,7 @@
 """Names the rank that hangs, by what torch's flight recorder says on each: dumps of real gloo ranks."""
 
 import json
+import logging
 import subprocess
 import sys
 import threading
@@ -16,7 +17,8 @@ import pytest
 from project.survive.hang import flights
 from project.survive.hang.heartbeats import Flight, Heartbeat, Member, heartbeat_from_dict
 from project.survive.hang.verdict import RankAtFault, Verdict
-from project.survive.hang.watchdog import Watchdog, _listing
+from project.survive.hang.watchdog import Watchdog, _report_processes
+from project.watch.console import _Formatter
 from tests.conftest import environment, forked
 
 Dump = list[dict[str, Any]]
@@ -84,11 +86,17 @@ def test_a_rank_is_named_that_has_not_entered_a_collective_of_its_group(
     assert "; rank 0 is in gloo:all_reduce number 3 of [[3]] of a group of ranks 0, 1." in str(found)
 
 
-def test_the_line_of_the_processes_names_16_at_most():
+def test_the_line_of_the_processes_names_16_on_a_terminal_and_all_in_the_file(caplog):
     ranks = [Member(rank, f"h{rank // 8}", "a machine", 100 + rank, "1", ("", 0), "") for rank in range(64)]
-    assert _listing(ranks[:2]) == "rank 0 is 100 on h0, rank 1 is 101 on h0"
-    assert _listing(ranks[:16]).endswith("rank 15 is 115 on h1")
-    assert _listing(ranks).endswith("rank 15 is 115 on h1 and 48 more")
+    caplog.set_level(logging.INFO)
+    for count in (2, 16, 64):
+        _report_processes(ranks[:count])
+    two, sixteen, many = caplog.records
+    assert two.getMessage().startswith("Processes: rank 0 is 100 on h0, rank 1 is 101 on h0; ")
+    assert "rank 15 is 115 on h1; " in sixteen.getMessage()
+    assert "rank 15 is 115 on h1 and 48 more; " in many.getMessage()
+    assert "rank 15 is 115 on h1, rank 16 is 116 on h2, " in (text := _Formatter(whole=True).format(many))
+    assert "rank 63 is 163 on h7; " in text
 
 
 def test_nobody_is_judged_before_all_have_said_how_far_they_are(monkeypatch):
