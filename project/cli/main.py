@@ -149,6 +149,7 @@ class ProjectCLI(LightningCLI):
         settings = self.config[self.config.subcommand]
         if not 0 <= settings.seed_everything < 2**32:
             raise UserError(f"seed_everything is a number from 0 to {2**32 - 1}, not {settings.seed_everything}.")
+        self.parser.refuse_odd_floats(settings)
         # Lightning would let the hyper-parameters saved in the checkpoint override the command line, if it saw the path now.
         self._wanted_checkpoint = settings.get("ckpt_path")
         if self._wanted_checkpoint is not None:
