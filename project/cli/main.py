@@ -57,7 +57,7 @@ from project.survive.failure import BY_COMMAND, cause_of, exit_at_once, exit_cod
 from project.survive.hang.watchdog import Watchdog
 from project.survive.recovery import Recovery
 from project.survive.requeue import listen_for_signals
-from project.survive.tracebacks import Folded
+from project.tracebacks import Folded
 from project.trainer import Trainer
 from project.typed import callbacks_of
 from project.untrusted import write_text

@@ -12,7 +12,7 @@ _FRAME = re.compile(
 _HEAD = "Traceback (most recent call last):"
 _PACKAGES = {"site-packages", "dist-packages"}
 _STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
-_PROJECT = Path(__file__).parents[1]
+_PROJECT = Path(__file__).parent
 
 
 class Folded:
