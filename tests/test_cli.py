@@ -131,6 +131,14 @@ MISTAKES = {
         "HINT: model.network has to fit the images of data.source",
     ),
     "a negative limit": (["fit", DDP, "--trainer.limit_train_batches=-3"], "limit_train_batches is 0 at least"),
+    "more epochs at least than at most": (
+        ["fit", DDP, "--trainer.min_epochs=5", "--trainer.max_epochs=3"],
+        "--trainer.min_epochs: trainer.min_epochs=5 is more than trainer.max_epochs=3",
+    ),
+    "more steps at least than at most": (
+        ["fit", DDP, "--trainer.min_steps=5", "--trainer.max_steps=3"],
+        "--trainer.min_steps: trainer.min_steps=5 is more than trainer.max_steps=3",
+    ),
     "a share of 5": (["fit", DDP, "--trainer.limit_val_batches=5.0"], "HINT: write 5"),
     "an interval of nothing": (["fit", DDP, "--trainer.val_check_interval=0"], "a number of steps (10) or a share"),
     "an interval beyond the epoch": (["fit", DDP, "--trainer.val_check_interval=99"], "more than the 2 steps of an epoch"),
