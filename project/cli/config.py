@@ -23,7 +23,7 @@ from lightning_utilities.core.enums import StrEnum
 from project.cli.class_paths import Refusal
 from project.cli.complaints import complaint
 from project.cli.keys import class_paths
-from project.cli.verbs import MATTERS, VERBS, verb_page
+from project.cli.verbs import MATTERS, refuse_verb, verb_page
 from project.config_files import documents, option
 from project.errors import FaultError, UserError
 from project.masking import masked
@@ -150,7 +150,7 @@ class Parser(LightningArgumentParser):
         if keys:
             return " ".join(self._unknown(key, self._keys()) for key in keys)
         if choice := re.match(r"argument subcommand: invalid choice: '([^']+)' \(choose from (.*)\)", message):
-            return f"There is no {choice[1]!r}{_meant(choice[1], VERBS) or '.'} Choose from {', '.join(VERBS)}."
+            refuse_verb(choice[1])
         match = re.match(r'Parser key "([\w.]+)"', message)
         if not match:
             return message.strip()
