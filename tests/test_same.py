@@ -11,6 +11,7 @@ import yaml
 from project.cli import same
 from project.cli.reading import ended
 from project.cluster.settings import likeliest_first
+from project.config_files import run_names
 from project.watch.events import Events
 from project.watch.fingerprint_file import FILE
 from tests.conftest import Cli
@@ -53,12 +54,22 @@ def test_by_name_and_by_folder(run, tmp_path, capsys):
     assert same.main(["a"]) == 0
 
 
+def test_by_a_pattern(run, tmp_path, capsys):
+    for name in ("s-1", "s-10", "s-2"):
+        run(name, 1, 2)
+    (tmp_path / "lightning_logs/s-11").mkdir()  # has no steps
+    assert same.main(["s-1*"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].startswith("s-1 and s-10 are the same")
+    assert run_names(["s-?", "s-10", "s-1", "lightning_logs/s-1*"], FILE) == ["s-1", "s-2", "s-10", "lightning_logs/s-1*"]
+    assert "No run in lightning_logs/ with a fingerprints.jsonl matches t*. HINT" in refused(capsys, "t*")
+
+
 def test_what_can_not_be_compared(run, tmp_path, capsys):
     run("a", 1, 2)
     run("late", 8, 9, start=replace(START, step=7))
     assert "HINT: give its name in lightning_logs/, or its folder; there are: a, late" in refused(capsys, "a", "nothing")
     assert "a has 1 to 2, late has 8 to 9" in refused(capsys, "a", "late")
-    assert "A run's name is made of" in refused(capsys, "a", "w?t")
+    assert "A run's name is made of" in refused(capsys, "a", "w+t")
     (tmp_path / "lightning_logs/old").mkdir()
     assert "older version" in refused(capsys, "a", "old")
     run("damaged", 1, 2)

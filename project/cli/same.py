@@ -15,7 +15,7 @@ import yaml
 
 from project.cli.reading import run_parser, show
 from project.cluster.settings import differing, likeliest_first, of_the_same_classes
-from project.config_files import run_folder
+from project.config_files import run_folder, run_names
 from project.errors import UserError
 from project.untrusted import read_yaml
 from project.watch.comparison import Verdict, compare, compare_with_itself, ranks_that_differed, surroundings
@@ -40,7 +40,7 @@ _PLACES = ("trainer.devices", "trainer.num_nodes")
 
 def main(words: Sequence[str]) -> int:
     """Prints the answer, and returns the exit code."""
-    names = list(dict.fromkeys(run_parser("same", _ABOUT, nargs="+").parse_args(words).run))
+    names = run_names(run_parser("same", _ABOUT, nargs="+").parse_args(words).run, FILE)
     folders = [run_folder(name, FILE) for name in names]
     runs = [read(folder, name) for folder, name in zip(folders, names, strict=True)]
     # Where several are compared, it matters of one alone only if it is not the same as itself.
