@@ -104,6 +104,25 @@ def test_settings_that_differ(run, capsys):
     assert "ettings" not in capsys.readouterr().out
 
 
+def test_no_guess_beside_a_known_cause(run, tmp_path, capsys):
+    threads = replace(START, weights="f" * 16, threads=4)
+    run("a", 1, config={"data": {"num_workers": 0}})
+    for name, data, text in (
+        ("workers", {"num_workers": 2}, "threads: 1, and 4: an operation"),
+        ("sampler", {"shuffle": 2}, "4."),
+    ):
+        run(name, 1, config={"data": data}, start=threads)
+        assert same.main(["a", name]) == 1
+        assert text in capsys.readouterr().out
+    for name, commit in (("a", "abc"), ("sampler", "abd")):
+        start = {"event": "start", "time": time.time(), "step": 0, "ranks": 1, "commit": commit}
+        (tmp_path / "lightning_logs" / name / "life.jsonl").write_text(json.dumps(start) + "\n")
+    assert same.main(["a", "sampler"]) == 1
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "code: commit abc, and abd." in lines
+    assert "threads: 1, and 4." in lines
+
+
 MONITOR = "DeviceStatsMonitor.on_train_batch_end/cpu_percent"
 
 
