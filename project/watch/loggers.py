@@ -186,7 +186,7 @@ def _is_there(words: Words, run_id: str) -> bool:
 
 
 def _tensorboard(words: Words, folder: Path, name: str, rank: int) -> tuple[str, Logger]:
-    more = {word: value for word, value in words.items() if word not in inspect.signature(TensorBoardLogger).parameters}
+    more = {key: value for key, value in words.items() if key not in inspect.signature(TensorBoardLogger).parameters}
     inspect.signature(SummaryWriter).bind("", **more)  # which gets them when training begins
     return f"{id(words)}", TensorBoardLogger(**words)
 
