@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 from project.cli.reading import ended
+from project.cli.verbs import VERBS, page, refuse_verb
 from project.launch import supervisor
 from project.launch.fork_server import is_fork_server
 from project.launch.orphans import end_with_parent, ends_with_parent
@@ -74,8 +75,6 @@ def _main() -> int:
         print(f"project {__version__}")
         return 0
     if sys.argv[1:] in (["--help"], ["-h"]):
-        from project.cli.verbs import page
-
         ignore_output_errors()
         print(page(), end="")
         return 0
@@ -85,11 +84,14 @@ def _main() -> int:
         ignore_output_errors()
         print(help_page(sys.argv[1]), end="")
         return 0
-    if module := (_READERS | _ENGINES).get("".join(sys.argv[1:2])):
-        if sys.argv[1] in ("sweep", *_ENGINES):  # the others have nothing else to do than to print
+    verb = "".join(sys.argv[1:2])
+    if verb not in VERBS and not verb.startswith("-") and not {"RANK", "SLURM_PROCID"} & os.environ.keys():
+        return ended(partial(refuse_verb, verb))  # of several ranks, the first reports it
+    if module := (_READERS | _ENGINES).get(verb):
+        if verb in ("sweep", *_ENGINES):  # the others have nothing else to do than to print
             ignore_output_errors()
-        verb = partial(import_module(module).main, sys.argv[2:])
-        return ended(verb) if sys.argv[1] in _READERS else verb()
+        program = partial(import_module(module).main, sys.argv[2:])
+        return ended(program) if verb in _READERS else program()
     if not is_fork_server():  # which notices the end of its supervisor by itself, and gets no signals but from there
         if ends_with_parent():
             end_with_parent()

@@ -49,6 +49,11 @@ def refuse_odd_numbers(settings: Mapping[str, object]) -> None:
             raise UserError(f"trainer.{name} is {least} at least, and not {value}.")
         if name.startswith("limit_") and isinstance(value, float) and value > 1:
             raise UserError(f"trainer.{name}={value}: with a point it is a share, 1.0 at most. HINT: write {value:.0f}.")
+    for unit in ("epochs", "steps"):
+        low, high = settings.get(f"min_{unit}"), settings.get(f"max_{unit}")
+        if isinstance(low, int) and isinstance(high, int) and low > high > -1:
+            text = f"trainer.min_{unit}={low} is more than trainer.max_{unit}={high}, at which the run ends."
+            raise UserError(f"{text} HINT: set trainer.max_{unit}.")
     interval = settings.get("val_check_interval")
     share = isinstance(interval, float)
     if isinstance(interval, (int, float)) and not (0 < interval <= 1 if share else interval >= 1):

@@ -155,6 +155,20 @@ def strangers(config: Path) -> str | None:
     return "can be written by everybody" if status.st_mode & stat.S_IWOTH else None
 
 
+def run_names(given: Sequence[str], file: str) -> list[str]:
+    """Returns the runs that a command names, each once; * and ? stand for any letters, in the names of runs with this file."""
+    names: list[str] = []
+    for name in given:
+        if not {*"*?["} & {*name} or os.sep in name or Path(name).exists():
+            names.append(name)
+            continue
+        matching = sorted(path.parent.name for path in Path(RUNS).glob(f"{name}/{file}") if path.parent.name[0] != ".")
+        if not matching:
+            raise UserError(f"No run in {RUNS}/ with a {file} matches {name}. HINT: python -m project runs lists them.")
+        names += matching
+    return list(dict.fromkeys(names))
+
+
 def run_folder(name: str, file: str) -> Path:
     """Returns the folder of a run, by its name or its path; one that has left this file, if there are several."""
     places = [Path(name), Path(RUNS) / name]

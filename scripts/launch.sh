@@ -4,7 +4,7 @@
 #   scripts/launch.sh fit --config configs/ddp.yaml                     one node, all its GPUs (or one process on a CPU)
 #   NPROC_PER_NODE=2 scripts/launch.sh fit --config configs/ddp.yaml    one node, two processes
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host1 scripts/launch.sh fit ...    on host1, and with NODE_RANK=1 on the other
-#   NNODES=1:3 RUN_ID=wide MASTER_ADDR=host1 scripts/launch.sh fit ...  on host1 and up to two more, which may come and go
+#   NNODES=1:2 RUN_ID=wide MASTER_ADDR=host1 scripts/launch.sh fit ...  on host1 and one more, which may come and go
 #
 # NNODES         how many nodes, or MIN:MAX: the run goes on while at least MIN are there, from its newest checkpoint
 #                whenever one is lost or comes (back). The node that MASTER_ADDR names holds them together and must stay.

@@ -122,7 +122,23 @@ MISTAKES = {
     "a negative batch": (["fit", DDP, "--data.global_batch_size=-64"], "data.global_batch_size is a number of samples"),
     "a negative margin": (["fit", DDP, "--data.crop_padding=-1"], "data.crop_padding is a number of pixels"),
     "a negative rate": (["fit", DDP, "--model.optimizer.lr=-1"], "model.optimizer can't be made: Invalid learning rate"),
+    "an optimiser for other gradients": (
+        ["fit", DDP, "--model.optimizer=torch.optim.SparseAdam"],
+        "model.optimizer can't be made: SparseAdam does not support dense gradients",
+    ),
+    "a network for larger images": (
+        ["fit", DDP, "--model.network=torchvision.models.alexnet", "--trainer.num_sanity_val_steps=0"],
+        "HINT: model.network has to fit the images of data.source",
+    ),
     "a negative limit": (["fit", DDP, "--trainer.limit_train_batches=-3"], "limit_train_batches is 0 at least"),
+    "more epochs at least than at most": (
+        ["fit", DDP, "--trainer.min_epochs=5", "--trainer.max_epochs=3"],
+        "--trainer.min_epochs: trainer.min_epochs=5 is more than trainer.max_epochs=3",
+    ),
+    "more steps at least than at most": (
+        ["fit", DDP, "--trainer.min_steps=5", "--trainer.max_steps=3"],
+        "--trainer.min_steps: trainer.min_steps=5 is more than trainer.max_steps=3",
+    ),
     "a share of 5": (["fit", DDP, "--trainer.limit_val_batches=5.0"], "HINT: write 5"),
     "an interval of nothing": (["fit", DDP, "--trainer.val_check_interval=0"], "a number of steps (10) or a share"),
     "an interval beyond the epoch": (["fit", DDP, "--trainer.val_check_interval=99"], "more than the 2 steps of an epoch"),

@@ -21,6 +21,9 @@ FLAGS = {  # and what is said of them
     "--data.source.init_args.train_size=abc": "--data.source.init_args.train_size: Expected an int, and it is abc",
     "--data.source.train_size=abc": "--data.source.init_args.train_size: Expected an int, and it is abc",
     "--model.optimizer.init_args.lr=abc": "--model.optimizer.init_args.lr: Expected a float, and it is abc",
+    "--model.optimizer.init_args.lr=.nan": "--model.optimizer.init_args.lr=nan: nothing is trained so",
+    "--model.optimizer.init_args.lr=.inf": "--model.optimizer.init_args.lr=inf: nothing is trained so. HINT: write a finite",
+    "--watchdog.at_least=.nan": "--watchdog.at_least=nan: nothing is trained so",
     "--model.network.init_args.widths=[8,x]": "--model.network.init_args.widths: Expected an int, and it is x",
     "--trainer.max_epochs=many": "--trainer.max_epochs: Expected an int, and it is many",
     f"--trainer.callbacks=[{CALLBACK}]": f"--trainer.callbacks: {PATIENCE}",
@@ -47,6 +50,8 @@ SECTIONS = {
     "trainer: [1, 2]": "trainer holds keys and values, as in 'trainer: {KEY: VALUE}', and it is [1, 2].",
     "dashboard:": "dashboard holds keys and values",
     "data:": "data holds keys and values",
+    "model: {optimizer: {init_args: {weight_decay: .nan}}}": "model.optimizer.init_args.weight_decay=nan: nothing is",
+    "trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitor: val/acc, min_delta: .nan}}]}": "min_delta=nan",
     "model: {optimizer: {init_args: 3}}": "model.optimizer: Its init_args hold keys and values",
     "trainer: {plugins: {a: b}}": "There is no key trainer.plugins.init_args.a",
 }
@@ -110,6 +115,7 @@ def test_what_is_wrong_is_told_with_its_place(tmp_path):
     output = forked(tmp_path, program="tests.test_complaints:many").output
     cases = [case for case in output.split("CASE ")[1:] if "Accepted" not in case]
     assert len(cases) > len(FLAGS) + len(SECTIONS) + 5
+    assert {*FLAGS, *(f"{at}.yaml --run=x" for at in range(len(SECTIONS)))} <= {case.partition("\n")[0] for case in cases}
     for case in cases:
         words, _, said = case.partition("\n")
         assert "Traceback" not in said, case

@@ -11,6 +11,7 @@ import yaml
 from project.cli import same
 from project.cli.reading import ended
 from project.cluster.settings import likeliest_first
+from project.config_files import run_names
 from project.watch.events import Events
 from project.watch.fingerprint_file import FILE
 from tests.conftest import Cli
@@ -53,12 +54,22 @@ def test_by_name_and_by_folder(run, tmp_path, capsys):
     assert same.main(["a"]) == 0
 
 
+def test_by_a_pattern(run, tmp_path, capsys):
+    for name in ("s-1", "s-10", "s-2"):
+        run(name, 1, 2)
+    (tmp_path / "lightning_logs/s-11").mkdir()  # has no steps
+    assert same.main(["s-1*"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].startswith("s-1 and s-10 are the same")
+    assert run_names(["s-?", "s-10", "s-1", "lightning_logs/s-1*"], FILE) == ["s-1", "s-2", "s-10", "lightning_logs/s-1*"]
+    assert "No run in lightning_logs/ with a fingerprints.jsonl matches t*. HINT" in refused(capsys, "t*")
+
+
 def test_what_can_not_be_compared(run, tmp_path, capsys):
     run("a", 1, 2)
     run("late", 8, 9, start=replace(START, step=7))
     assert "HINT: give its name in lightning_logs/, or its folder; there are: a, late" in refused(capsys, "a", "nothing")
     assert "a has 1 to 2, late has 8 to 9" in refused(capsys, "a", "late")
-    assert "A run's name is made of" in refused(capsys, "a", "w?t")
+    assert "A run's name is made of" in refused(capsys, "a", "w+t")
     (tmp_path / "lightning_logs/old").mkdir()
     assert "older version" in refused(capsys, "a", "old")
     run("damaged", 1, 2)
@@ -91,6 +102,25 @@ def test_settings_that_differ(run, capsys):
     run("d", 1, start=start)
     assert same.main(["a", "d"]) == 1
     assert "ettings" not in capsys.readouterr().out
+
+
+def test_no_guess_beside_a_known_cause(run, tmp_path, capsys):
+    threads = replace(START, weights="f" * 16, threads=4)
+    run("a", 1, config={"data": {"num_workers": 0}})
+    for name, data, text in (
+        ("workers", {"num_workers": 2}, "threads: 1, and 4: an operation"),
+        ("sampler", {"shuffle": 2}, "4."),
+    ):
+        run(name, 1, config={"data": data}, start=threads)
+        assert same.main(["a", name]) == 1
+        assert text in capsys.readouterr().out
+    for name, commit in (("a", "abc"), ("sampler", "abd")):
+        start = {"event": "start", "time": time.time(), "step": 0, "ranks": 1, "commit": commit}
+        (tmp_path / "lightning_logs" / name / "life.jsonl").write_text(json.dumps(start) + "\n")
+    assert same.main(["a", "sampler"]) == 1
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "code: commit abc, and abd." in lines
+    assert "threads: 1, and 4." in lines
 
 
 MONITOR = "DeviceStatsMonitor.on_train_batch_end/cpu_percent"

@@ -20,6 +20,7 @@ from tests.conftest import ROOT, environment
 
 LIGHT = """
 import sys
+sys.stderr = sys.stdout
 sys.argv[1:] = {words}
 from project.__main__ import main
 try:
@@ -44,6 +45,19 @@ def test_help_shows_all_verbs_and_loads_nothing(tmp_path, monkeypatch):
     assert VERBS.keys() == ProjectCLI.subcommands().keys() | _READERS.keys() | _ENGINES.keys() | {"bench"}
     shown = lightly(tmp_path, "--help")
     assert re.findall(r"^  (\w+)  ", shown, re.MULTILINE) == list(VERBS)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("fti", "--config=x"), "There is no 'fti'. Did you mean fit? Choose from fit, "),
+        ((), "No verb is given. Choose from fit, "),
+    ],
+)
+def test_a_verb_that_there_is_not_is_refused_and_nothing_is_loaded(tmp_path, words, text):
+    shown = lightly(tmp_path, *words)
+    assert shown.startswith(f"ERROR   {text}")
+    assert shown.endswith(", bench. HINT: python -m project --help\ncode 2\n")
 
 
 @pytest.mark.parametrize("verb", ["fit", "test", "export"])

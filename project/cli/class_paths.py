@@ -23,7 +23,7 @@ from jsonargparse._parameter_resolvers import get_signature_parameters
 from jsonargparse._util import import_object
 
 from project.errors import UserError
-from project.survive.tracebacks import Folded
+from project.tracebacks import Folded
 
 Original = Callable[..., Any]
 

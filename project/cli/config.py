@@ -4,6 +4,7 @@ import argparse
 import difflib
 import inspect
 import logging
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +23,7 @@ from lightning_utilities.core.enums import StrEnum
 from project.cli.class_paths import Refusal
 from project.cli.complaints import complaint
 from project.cli.keys import class_paths
-from project.cli.verbs import MATTERS, VERBS, verb_page
+from project.cli.verbs import MATTERS, refuse_verb, verb_page
 from project.config_files import documents, option
 from project.errors import FaultError, UserError
 from project.masking import masked
@@ -89,6 +90,7 @@ _SECTIONS = ("trainer", "model", "data", "checkpoints", "watchdog", "recover", "
 _UNWRITABLE = "Unable to serialize instance"
 _LONGEST_VALUE = 60  # characters of an argument
 _SHORT_SECTION = 12  # keys
+_LEARNING_RATE = re.compile(r"(?:^|[._])(?:lr|learning_rate)(?:_[a-z]+)?$")
 
 
 class HelpAll(argparse._HelpAction):
@@ -148,7 +150,7 @@ class Parser(LightningArgumentParser):
         if keys:
             return " ".join(self._unknown(key, self._keys()) for key in keys)
         if choice := re.match(r"argument subcommand: invalid choice: '([^']+)' \(choose from (.*)\)", message):
-            return f"There is no {choice[1]!r}{_meant(choice[1], VERBS) or '.'} Choose from {', '.join(VERBS)}."
+            refuse_verb(choice[1])
         match = re.match(r'Parser key "([\w.]+)"', message)
         if not match:
             return message.strip()
@@ -189,6 +191,13 @@ class Parser(LightningArgumentParser):
             return f"{made}: {text}"
         full = f"{key}.init_args.{next(iter(odd))}" if len(odd) == 1 else key
         return f"{self._where(full)}{full}: {made}: {text}. HINT: --{key}.help {refusal.class_path} lists its arguments."
+
+    def refuse_odd_floats(self, config: Namespace) -> None:
+        """Refuses nan, unless it is the default of the class that takes it, and a learning rate that is infinite."""
+        own = {f"{key}.init_args.{name}" for key, (path, _) in _named_classes(config) for name in _nan_defaults(path)}
+        for key, number in _floats(config):
+            if (math.isnan(number) and key not in own) or (math.isinf(number) and _LEARNING_RATE.search(key)):
+                raise UserError(f"{self._where(key)}{key}={number:g}: nothing is trained so. HINT: write a finite number.")
 
     def _unknown(self, key: str, known: Iterable[str]) -> str:
         return f"{self._where(key).removeprefix('--')}There is no key {key}{_meant(key, known) or '.'}"
@@ -253,6 +262,24 @@ def _named_classes(value: object, key: str = "") -> Iterator[tuple[str, tuple[st
         yield from _named_classes(inner, f"{key}.{name}".strip("."))
     for entry in value if isinstance(value, list) else ():
         yield from _named_classes(entry, key)
+
+
+def _floats(value: object, key: str = "") -> Iterator[tuple[str, float]]:
+    """Yields the floats of a configuration, each after its key."""
+    for name, inner in (vars(value) if isinstance(value, Namespace) else value if isinstance(value, dict) else {}).items():
+        yield from _floats(inner, f"{key}.{name}".strip("."))
+    for entry in value if isinstance(value, (list, tuple)) else ():
+        yield from _floats(entry, key)
+    if isinstance(value, float):
+        yield key, value
+
+
+def _nan_defaults(class_path: str) -> list[str]:
+    """Returns the arguments of a class whose default is nan."""
+    with suppress(ImportError, AttributeError, ValueError, TypeError):
+        parameters = inspect.signature(resolve_name(class_path)).parameters.values()
+        return [item.name for item in parameters if isinstance(item.default, float) and math.isnan(item.default)]
+    return []
 
 
 def _writable(value: object) -> object:

@@ -57,7 +57,7 @@ from project.survive.failure import BY_COMMAND, cause_of, exit_at_once, exit_cod
 from project.survive.hang.watchdog import Watchdog
 from project.survive.recovery import Recovery
 from project.survive.requeue import listen_for_signals
-from project.survive.tracebacks import Folded
+from project.tracebacks import Folded
 from project.trainer import Trainer
 from project.typed import callbacks_of
 from project.untrusted import write_text
@@ -149,6 +149,7 @@ class ProjectCLI(LightningCLI):
         settings = self.config[self.config.subcommand]
         if not 0 <= settings.seed_everything < 2**32:
             raise UserError(f"seed_everything is a number from 0 to {2**32 - 1}, not {settings.seed_everything}.")
+        self.parser.refuse_odd_floats(settings)
         # Lightning would let the hyper-parameters saved in the checkpoint override the command line, if it saw the path now.
         self._wanted_checkpoint = settings.get("ckpt_path")
         if self._wanted_checkpoint is not None:

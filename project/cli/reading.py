@@ -17,7 +17,8 @@ from project.untrusted import printable, shortened
 def run_parser(verb: str, about: str, nargs: str | None = None) -> argparse.ArgumentParser:
     """Returns the parser of a verb that takes a run, or several of them."""
     parser = argparse.ArgumentParser(f"python -m project {verb}", description=about)
-    parser.add_argument("run", nargs=nargs, metavar="RUN", help=f"the name of a run in {RUNS}/, or its folder")
+    several = "; in a name * and ? stand for any letters" if nargs else ""
+    parser.add_argument("run", nargs=nargs, metavar="RUN", help=f"the name of a run in {RUNS}/, or its folder{several}")
     return parser
 
 

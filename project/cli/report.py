@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from project.cli.reading import run_parser, show
-from project.config_files import RUNS, run_folder
+from project.config_files import RUNS, run_folder, run_names
 from project.errors import UserError
 from project.untrusted import write_text
 from project.watch.charts import number
@@ -25,7 +25,9 @@ def main(words: Sequence[str]) -> int:
         "--out", type=Path, help="the file of the page that compares several runs (default: compared.html beside them)"
     )
     given = parser.parse_args(words)
-    runs = [name for name in dict.fromkeys(given.run) if not name.endswith(".html")]  # of lightning_logs/*, earlier comparisons
+    runs = [
+        name for name in run_names(given.run, FILE) if not name.endswith(".html")
+    ]  # of lightning_logs/*, earlier comparisons
     return _write(runs or given.run, given.out)
 
 

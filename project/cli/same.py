@@ -7,6 +7,7 @@ logged values are compared, too (`proof/states.py`). Exit code 0: the same, 1: n
 No heavy imports, as long as no checkpoints are read: the answer is there at once.
 """
 
+import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +16,13 @@ import yaml
 
 from project.cli.reading import run_parser, show
 from project.cluster.settings import differing, likeliest_first, of_the_same_classes
-from project.config_files import run_folder
+from project.config_files import run_folder, run_names
 from project.errors import UserError
 from project.untrusted import read_yaml
 from project.watch.comparison import Verdict, compare, compare_with_itself, ranks_that_differed, surroundings
 from project.watch.fingerprint_file import FILE, Recorded, read
-from project.watch.history import BESIDE
+from project.watch.history import BESIDE, lives_of
+from project.watch.history import FILE as LIFE
 
 _ABOUT = """Reports whether runs are the same to the last bit; of one run, whether the steps that it computed twice, as after a
 kill, were the same both times. Exit code 0: the same, 1: not the same, 2: not comparable."""
@@ -35,12 +37,14 @@ _CAUSES = {
     "logged values": "The same weights gave another value: other validation data, other weights than those of the steps (EMA), "
     "or another way to compute it.",
 }
+_OF_A_STEP = re.compile(r"  (?!data\.(?:num_workers|resident|on_error)|model\.channels_last)(?:model|data|seed_everything)\b")
+"""A line about a setting by which steps differ by more than rounding."""
 _PLACES = ("trainer.devices", "trainer.num_nodes")
 
 
 def main(words: Sequence[str]) -> int:
     """Prints the answer, and returns the exit code."""
-    names = list(dict.fromkeys(run_parser("same", _ABOUT, nargs="+").parse_args(words).run))
+    names = run_names(run_parser("same", _ABOUT, nargs="+").parse_args(words).run, FILE)
     folders = [run_folder(name, FILE) for name in names]
     runs = [read(folder, name) for folder, name in zip(folders, names, strict=True)]
     # Where several are compared, it matters of one alone only if it is not the same as itself.
@@ -65,7 +69,9 @@ def _of_two(recorded: Recorded, other: Recorded, folder: Path, other_folder: Pat
     if verdict.same:
         verdict = _with_states(recorded, other, folder, other_folder, verdict)
     if verdict.starts is not None:
-        around = [*surroundings(*verdict.starts), *_settings(folder, other_folder)]
+        settings = _settings(folder, other_folder)
+        rounded = verdict.rounded and not any(map(_OF_A_STEP.match, settings))
+        around = [*_code(folder, other_folder), *surroundings(*verdict.starts, explain=rounded), *settings]
         verdict.lines += [f"  {line}" for line in around]
     return verdict
 
@@ -86,6 +92,13 @@ def _with_states(recorded: Recorded, other: Recorded, folder: Path, other_folder
     lines = [f"{pair} are not the same, though all weights and losses of their steps are. What differs:"]
     lines += [f"  After step {entry.step}, {entry}. {_CAUSES[entry.kind]}" for entry in compared.firsts]
     return Verdict(False, [*lines, line], (taken.start, other_taken.start))
+
+
+def _code(folder: Path, other: Path) -> list[str]:
+    """Returns the commits of two runs, where they are known and differ."""
+    lives = [lives_of(place / LIFE)[-1:] for place in (folder, other)]
+    commits = {life.known.get("commit"): None for end in lives for life in end if life.known.get("commit")}
+    return [f"code: commit {', and '.join(map(str, commits))}."] if len(commits) > 1 else []
 
 
 def _settings(folder: Path, other: Path) -> list[str]:

@@ -3,6 +3,10 @@
 import argparse
 import textwrap
 from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import NoReturn
+
+from project.errors import UserError
 
 VERBS = {
     "fit": "trains, or resumes a run that exists",
@@ -70,6 +74,13 @@ def page() -> str:
     """Returns the text of `python -m project --help`."""
     width = max(map(len, VERBS))
     return _PAGE.format(about=ABOUT, verbs="\n".join(f"  {verb:{width}}  {text}" for verb, text in VERBS.items()))
+
+
+def refuse_verb(verb: str) -> NoReturn:
+    """Raises the error of a verb that there is not, or of none at all."""
+    near = get_close_matches(verb, VERBS, n=1)
+    text = f"There is no {verb!r}.{f' Did you mean {near[0]}?' if near else ''}" if verb else "No verb is given."
+    raise UserError(f"{text} Choose from {', '.join(VERBS)}. HINT: python -m project --help")
 
 
 def sentence(verb: str) -> str:

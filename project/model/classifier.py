@@ -1,6 +1,7 @@
 """ImageClassifier adds loss, metrics, optimiser and schedule to any network that turns images into logits."""
 
 import logging
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from copy import copy
@@ -16,6 +17,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfigType, OptimizerLR
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import NotRequired
@@ -28,6 +30,7 @@ from project.model.run import run_of
 from project.model.schedule import WarmupCosine
 from project.model.start import start_from
 from project.model.tally import Note, Tally, add_up, means, note
+from project.tracebacks import Folded
 from project.typed import callbacks_of, typed
 
 log = logging.getLogger(__name__)
@@ -36,6 +39,8 @@ Scaling = Literal["linear", "sqrt", "none"]
 Compile = Literal["none", "auto", "default", "reduce-overhead", "max-autotune"]
 Given = TypeVar("Given")
 
+_ABOUT_SHAPES = re.compile(r"shape|size|channel|dimension|more than 1 value")
+"""Errors of a forward pass in which a network does not fit the images; those of a connection or of a device are others."""
 _IN_GRAPHS = ("reduce-overhead", "max-autotune")  # these put the network into CUDA graphs
 _WORTH_COMPILING = 900  # seconds of a run
 
@@ -78,8 +83,18 @@ def _made(name: str, make: Callable[[Given], object], of: Given) -> object:
     """Returns an optimiser or a schedule; an error in its settings becomes a UserError."""
     try:
         return make(of)
-    except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
-        raise UserError(f"model.{name} can't be made: {error}") from error
+    except (ValueError, TypeError, RuntimeError, ArithmeticError, AssertionError) as error:
+        raise UserError(f"model.{name} can't be made: {error}. HINT: --model.{name}.help CLASS lists its arguments.") from error
+
+
+def _try_step(make: OptimizerCallable, device: torch.device, like: Optimizer) -> None:
+    """Takes a step with another optimiser, if it is one of torch's, on a parameter of its own: some refuse dense gradients, or
+    the device, only there.
+    """
+    if device.type != "meta" and type(like).__module__.startswith("torch.optim."):
+        parameter = nn.Parameter(torch.zeros(1, 1, device=device))
+        parameter.grad = torch.zeros_like(parameter)
+        make([parameter]).step(lambda: 0.0)
 
 
 def _try_schedule(make: Callable[[Optimizer], object], optimizer: Optimizer) -> None:
@@ -138,6 +153,8 @@ class ImageClassifier(LightningModule):
                 f"model.network made {_described(network)}, and not a torch.nn.Module. HINT: class_path names a class of "
                 "modules, or a function that returns one."
             )
+        if any(map(is_lazy, network.parameters())):
+            raise UserError("model.network has layers of no shape yet. HINT: state in_features, or call it once in __init__.")
         if lr_reference_batch < 1:
             raise UserError(f"lr_reference_batch is a number of samples, not {lr_reference_batch}.")
         if not 0 <= label_smoothing < 1:
@@ -294,7 +311,9 @@ class ImageClassifier(LightningModule):
         return {"sample": batch["sample"], "label": label, "confidence": confidence, **files}
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = fused(cast(Optimizer, _made("optimizer", self.optimizer, self.parameters())))
+        made = cast(Optimizer, _made("optimizer", self.optimizer, self.parameters()))
+        _made("optimizer", partial(_try_step, self.optimizer, self.device), made)
+        optimizer = fused(made)
         if self.channels_last and (
             callbacks_of(self.trainer, ModelPruning) or isinstance(optimizer, LBFGS)
         ):  # which look at weights as one row: `view(-1)`
@@ -339,28 +358,40 @@ class ImageClassifier(LightningModule):
 
     def _checked(self, batch: Labelled) -> Tensor:
         """Returns the logits. The first are checked in training, and in evaluation, where a network may return another kind."""
-        logits: Tensor = self(batch["image"])
-        if self.training not in self._seen:
-            self._seen.add(self.training)
-            self._check(logits)
+        if self.training in self._seen:
+            return cast(Tensor, self(batch["image"]))
+        try:
+            logits: Tensor = self(batch["image"])
+        except (RuntimeError, ValueError) as error:
+            if type(error) not in (RuntimeError, ValueError) or not _ABOUT_SHAPES.search(str(error)):
+                raise
+            where = f" ({place})" if (place := Folded(error).where) else ""
+            raise UserError(
+                f"The network can't take the first micro-batch, {_described(batch['image'])}: {error}{where}. HINT: "
+                "model.network has to fit the images of data.source: their channels, height and width."
+            ) from error
+        self._seen.add(self.training)
+        self._check(logits, None if self.trainer.predicting else batch["label"])
         return logits
 
-    def _check(self, output: object) -> None:
+    def _check(self, output: object, labels: Tensor | None = None) -> None:
         if not isinstance(output, Tensor):
             raise UserError(
                 f"The network's output is {_described(output)}, and not one tensor of logits (images, classes). HINT: put it "
                 "into a module whose forward returns them; torchvision's networks with a second head have aux_logits=false."
             )
         data: object = None if self.trainer.predicting else typed(self.trainer).datamodule  # a prediction has no labels
-        wanted = data.num_classes if isinstance(data, Classes) else None
+        known = wanted = data.num_classes if isinstance(data, Classes) else None
+        if known is None and labels is not None and labels.ndim == 1:
+            wanted = int(labels.max()) + 1  # at least
         if output.ndim != 2 or (wanted is not None and output.shape[1] < wanted):
             has = "" if wanted is None else f", and the data has {wanted} classes"
             fix = "return logits (images, classes)" if output.ndim != 2 else f"set model.network.init_args.num_classes={wanted}"
             raise UserError(f"The network's output has shape {tuple(output.shape)}{has}. HINT: {fix}.")
-        if wanted is not None and output.shape[1] > wanted and self.trainer.is_global_zero and len(self._seen) == 1:
+        if known is not None and output.shape[1] > known and self.trainer.is_global_zero and len(self._seen) == 1:
             log.warning(
                 "The network has %d outputs, and the data has %d classes. HINT: set model.network.init_args.num_classes=%d.",
-                *(output.shape[1], wanted, wanted),
+                *(output.shape[1], known, known),
             )
 
     def _find_unused(self) -> None:

@@ -29,7 +29,7 @@ from project.launch.fork_server import tell_supervisor
 from project.survive.exit import flush_and_exit
 from project.survive.hang.warden import OOM_KILL, TO_LOWER, OomKills
 from project.survive.signals import EXIT_CODES, SIGNALS
-from project.survive.tracebacks import Folded, loader_error, title
+from project.tracebacks import Folded, loader_error, title
 from project.untrusted import LONGEST_CAUSE, shortened
 
 log = logging.getLogger(__name__)

@@ -3,19 +3,23 @@
 No heavy imports: this reads two files and needs no PyTorch.
 """
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from project.watch.fingerprint_file import Recorded, Start, Taken, listed
 
+_ROUNDING = 0.01  # of a loss
+
 
 @dataclass
 class Verdict:
-    """A verdict, line by line. `starts`: those of both runs, where they part."""
+    """A verdict, line by line. `starts`: those of both runs, where they part; `rounded`: whether rounding may be why."""
 
     same: bool
     lines: list[str] = field(default_factory=list)
     starts: tuple[Start, Start] | None = None
+    rounded: bool = True
 
 
 def compare(run: Recorded, other: Recorded) -> Verdict | None:
@@ -42,7 +46,8 @@ def compare(run: Recorded, other: Recorded) -> Verdict | None:
         if not same_step(taken, other_taken):
             lines = [f"{pair} are not the same: step {step} (epoch {taken.record.epoch + 1}) is the first that differs."]
             lines += _batches_by_ranks(taken.start, other_taken.start)
-            return Verdict(False, [*lines, *_where(run, other, taken, other_taken)], (taken.start, other_taken.start))
+            lines += _where(run, other, taken, other_taken)
+            return Verdict(False, lines, (taken.start, other_taken.start), rounded=not _far_apart(taken, other_taken))
     return Verdict(True, [f"{pair} are the same to the last bit {_how_far(run, other, steps)}."])
 
 
@@ -70,8 +75,8 @@ def ranks_that_differed(run: Recorded) -> list[str]:
     return []
 
 
-def surroundings(start: Start, other: Start) -> list[str]:
-    """Returns what else differs where two runs part, and may be the cause."""
+def surroundings(start: Start, other: Start, explain: bool = True) -> list[str]:
+    """Returns what else differs where two runs part. `explain`: say how it may be the cause, as no other is known."""
     lines = []
     if start.micro_batches != other.micro_batches and not _batches_by_ranks(start, other):
         lines.append(
@@ -82,11 +87,19 @@ def surroundings(start: Start, other: Start) -> list[str]:
         ("hardware", start.device, other.device, "on other hardware, sums are rounded otherwise"),
         ("threads", start.threads, other.threads, "an operation of a CPU may split a sum among them; see trainer.threads"),
     )
-    lines += [f"{what}: {value}, and {other_value}: {why}." for what, value, other_value, why in known if value != other_value]
+    lines += [
+        f"{what}: {value}, and {other_value}{f': {why}' * explain}."
+        for what, value, other_value, why in known
+        if value != other_value
+    ]
     if start.exact != other.exact:
-        lines.append(f"trainer.exact: {start.exact}, and {other.exact}: it rounds gradients otherwise.")
+        lines.append(f"trainer.exact: {start.exact}, and {other.exact}{': it rounds gradients otherwise' * explain}.")
     elif start.ranks != other.ranks:
-        hint = "" if start.exact else " Sums over ranks are rounded otherwise on each number of them. HINT: trainer.exact: true"
+        hint = (
+            ""
+            if start.exact or not explain
+            else " Sums over ranks are rounded otherwise on each number of them. HINT: trainer.exact: true"
+        )
         lines.append(f"ranks: {start.ranks}, and {other.ranks}.{hint}")
     return lines
 
@@ -113,6 +126,17 @@ def _differing_losses(taken: Taken, other: Taken) -> list[int]:
     return sorted(number for number in losses.keys() & other_losses.keys() if losses[number] != other_losses[number])
 
 
+def _far_apart(taken: Taken, other: Taken) -> bool:
+    """Returns whether the same weights gave a loss that differs by more than rounding, even in bf16, does."""
+    for number in _differing_losses(taken, other) if taken.before == other.before else ():
+        bits, other_bits = taken.record.losses[number], other.record.losses[number]
+        if kind := {(4, 4): "<f", (8, 8): "<d"}.get((len(bits), len(other_bits))):
+            (loss,), (other_loss,) = struct.unpack(kind, bits), struct.unpack(kind, other_bits)
+            if abs(loss - other_loss) > _ROUNDING * max(abs(loss), abs(other_loss)):
+                return True
+    return False
+
+
 def _how_far(recorded: Recorded, other: Recorded, steps: Sequence[int]) -> str:
     last = steps[-1]
     ends = [run for run in (recorded, other) if run.last > last]
@@ -132,8 +156,10 @@ def _where(recorded: Recorded, other: Recorded, taken: Taken, other_taken: Taken
         by = [f"rank {entry.rank_of(numbers[0])} of {entry.record.ranks}" for entry in (taken, other_taken)]
         who = f"{by[0]} in both" if by[0] == by[1] else f"{by[0]} in the one, {by[1]} in the other"
         what = f"the loss of micro-batch {numbers[0]}{more}"
+        far = ["  That is more than rounding: other samples (another order, other data), or another computation."]
         return [
             f"  The weights before it are the same, and {what} is not: it is the forward pass, or its samples.",
+            *(far if _far_apart(taken, other_taken) else []),
             f"  Micro-batch {numbers[0]} was computed by {who}.",
             f"  {_modules(recorded, other, taken, other_taken, numbers)}",
         ]

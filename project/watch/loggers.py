@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
-from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
+from torch.utils.tensorboard import SummaryWriter
 
 from project.errors import FaultError, UserError
 from project.masking import masked_text
@@ -120,7 +121,8 @@ def made(given: object, folder: Path, name: str, rank: int) -> list[Logger]:
             )
             mendable = isinstance(error, _OF_THE_SETTINGS) or getattr(error, "error_code", "") == "INVALID_PARAMETER_VALUE"
             wrong = UserError if mendable else FaultError  # a server that is down, say, may be up the next time
-            raise wrong(f"trainer.logger: {kind.__name__} can't be made: {reason}") from error
+            hint = "" if "HINT" in reason else f". HINT: --trainer.logger.help {kind.__name__} lists its arguments."
+            raise wrong(f"trainer.logger: {kind.__name__} can't be made: {reason}{hint * (wrong is UserError)}") from error
         if place in loggers:
             raise UserError(f"trainer.logger: {kind.__name__} is there twice, with the same place. HINT: leave one out.")
         loggers[place] = logger
@@ -183,7 +185,15 @@ def _is_there(words: Words, run_id: str) -> bool:
     return False
 
 
-_MAKERS: dict[type[Logger], Callable[..., tuple[str, Logger]]] = {CSVLogger: _csv, WandbLogger: _wandb, MLFlowLogger: _mlflow}
+def _tensorboard(words: Words, folder: Path, name: str, rank: int) -> tuple[str, Logger]:
+    more = {key: value for key, value in words.items() if key not in inspect.signature(TensorBoardLogger).parameters}
+    inspect.signature(SummaryWriter).bind("", **more)  # which gets them when training begins
+    return f"{id(words)}", TensorBoardLogger(**words)
+
+
+_MAKERS: dict[type[Logger], Callable[..., tuple[str, Logger]]] = {
+    **{CSVLogger: _csv, WandbLogger: _wandb, MLFlowLogger: _mlflow, TensorBoardLogger: _tensorboard}
+}
 
 
 def _ids(folder: Path, level: int = logging.WARNING) -> dict[str, str]:

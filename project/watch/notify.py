@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -73,6 +74,9 @@ class Notify(Callback):
             return
         if self.webhook and not os.environ.get(self.webhook):
             log.warning("notify.webhook: the environment has no %s, and nobody is told. HINT: export it.", self.webhook)
+        if self.command and not shutil.which(self.command[0]):
+            text = f"notify.command: there is no program {self.command[0]} on {host()}."
+            raise UserError(f"{text} HINT: install it, write its whole path, or leave notify.command out.")
         life = Path(trainer.default_root_dir).absolute() / FILE
         facts = {
             "life": str(life),

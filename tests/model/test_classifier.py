@@ -65,6 +65,43 @@ def test_too_few_outputs_are_named():
         module._check(torch.zeros(2, 5))
 
 
+def test_too_few_outputs_for_the_labels_are_named_where_nobody_knows_the_number_of_classes():
+    module = ImageClassifier(MiniResNet(num_classes=5, widths=(4,)))
+    module._trainer = SimpleNamespace(datamodule=None, predicting=False)
+    module._check(torch.zeros(2, 5), torch.tensor([4, 0]))
+    with pytest.raises(UserError, match=r"num_classes=8"):
+        module._check(torch.zeros(2, 5), torch.tensor([7, 0]))
+
+
+def test_a_network_that_does_not_fit_the_images_is_refused_and_its_own_errors_are_not():
+    class Own(Linear):
+        def forward(self, images):
+            raise RuntimeError("a bug of the user's")
+
+    batch = {"image": torch.zeros(2, 3, 4, 4), "label": torch.zeros(2, dtype=torch.int64)}
+    with pytest.raises(UserError, match=r"the first micro-batch, a tensor \(2, 3, 4, 4\): .*shapes cannot .*\. HINT"):
+        ImageClassifier(Linear()).training_step(batch, 0)
+    with pytest.raises(RuntimeError, match="a bug of the user's") as raised:
+        ImageClassifier(Own()).training_step(batch, 0)
+    assert not isinstance(raised.value, UserError)
+    with pytest.raises(UserError, match="layers of no shape yet"):
+        ImageClassifier(nn.Sequential(nn.Flatten(), nn.LazyLinear(10)))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (torch.optim.SparseAdam, "SparseAdam does not support dense gradients"),
+        (partial(torch.optim.Adam, capturable=True), "capturable=True"),
+        (torch.optim.Adagrad, ""),
+        (torch.optim.LBFGS, ""),
+    ],
+)
+def test_an_optimiser_that_can_not_step_is_refused_before_it_has_to(fit, make, text):
+    with pytest.raises(UserError, match=f"model.optimizer can't be made: .*{text}") if text else nullcontext():
+        fit(ImageClassifier(Linear(), make), max_steps=1, enable_checkpointing=False)
+
+
 def test_a_checkpoint_of_another_network_says_what_differs():
     module = ImageClassifier(MiniResNet(widths=(4,)))
     other = ImageClassifier(MiniResNet(widths=(8,))).state_dict()

@@ -1,6 +1,7 @@
 """What a file of fingerprints says, whole or damaged, and what is said of two of them."""
 
 import json
+import struct
 from dataclasses import replace
 
 import pytest
@@ -175,6 +176,14 @@ def test_the_forward_pass_of_a_step_without_modules_on_other_ranks():
     assert "after every 100th step. The latest that both have is step 1, and there all gave the same." in text
 
 
+@pytest.mark.parametrize(("other", "rounded"), [(2.3001, True), (2.5, False), (float("nan"), True)])
+def test_a_loss_that_differs_by_more_than_rounding_is_of_other_samples(other, rounded):
+    one, two = (step(1, losses={0: struct.pack("<f", loss)}, weights=f"{loss}") for loss in (2.3, other))
+    verdict = compare(run((START, [one])), run((START, [two]), name="b"))
+    assert verdict.rounded is rounded
+    assert any("more than rounding: other samples (another order, other data)" in line for line in verdict.lines) is not rounded
+
+
 def test_what_follows_the_forward_pass():
     text = said(A, run((START, steps(1, 2, s2=step(2, weights="f" * 16, tensors=bytes([2, 2, 9, 9])))), name="b"))
     assert "all losses in it are the same, and the weights after it are not: it is the backward pass or the optimiser" in text
@@ -198,6 +207,7 @@ def test_what_else_differs():
     assert "HINT: trainer.exact: true" in line
     exact = replace(START, exact=True)
     assert surroundings(exact, replace(exact, ranks=3)) == ["ranks: 2, and 3."]
+    assert surroundings(START, replace(START, ranks=3, threads=4), explain=False) == ["threads: 1, and 4.", "ranks: 2, and 3."]
     lines = surroundings(START, replace(START, torch="2.13", device="a GPU", threads=4, micro_batches=8))
     assert [line.partition(":")[0] for line in lines] == ["A step has 4 micro-batches, and 8", "torch", "hardware", "threads"]
 

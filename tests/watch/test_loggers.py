@@ -284,6 +284,16 @@ def test_a_place_that_the_user_names_is_kept(tmp_path):
         made(Named(CSVLogger, save_dir=".", nope=1, version=None), folder, "it", 0)
 
 
+def test_an_argument_that_tensorboard_refuses_is_refused_before_training_begins(tmp_path):
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    made(Named(TensorBoardLogger, save_dir=str(tmp_path), max_queue=3), tmp_path, "it", 0)
+    for word in ("nope", "log_dir"):
+        with pytest.raises(UserError, match=f"can't be made: .*'{word}'.* HINT: --trainer.logger.help TensorBoardLogger"):
+            made(Named(TensorBoardLogger, save_dir=str(tmp_path), **{word: 1}), tmp_path, "it", 0)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_server_that_is_down_is_no_wrong_configuration(tmp_path):
     """A launcher starts a run again after it, and not after an argument that a logger refuses."""
 

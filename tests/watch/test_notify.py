@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 
 import pytest
 
@@ -118,6 +119,12 @@ def test_an_address_in_the_yaml_is_refused_and_not_shown():
     with pytest.raises(UserError, match="names an environment variable") as error:
         Notify(webhook=f"https://hooks.example/{SECRET}")
     assert SECRET not in str(error.value)
+
+
+def test_a_command_whose_program_is_not_there_is_refused_at_the_start():
+    trainer = SimpleNamespace(is_global_zero=True, fast_dev_run=False)
+    with pytest.raises(UserError, match=r"no program nowhere_to_be_seen on .*HINT"):
+        Notify(command="nowhere_to_be_seen -s training").on_fit_start(trainer, None)
 
 
 def test_a_straggler_is_written_down_and_the_warden_still_records_the_end(tmp_path):

@@ -22,7 +22,7 @@ from typing import IO, TypedDict
 from lightning.pytorch.trainer import trainer
 
 from project.survive.hang.warden import DUMP, read_dump
-from project.survive.tracebacks import library_of
+from project.tracebacks import library_of
 
 _PACKAGES = sysconfig.get_paths()["purelib"]
 _CALL = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)

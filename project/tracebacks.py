@@ -13,7 +13,7 @@ _IN_LOADER = re.compile(r"Caught (\w+) in DataLoader worker process \d+\.\n")
 _HEAD = "Traceback (most recent call last):"
 _PACKAGES = {"site-packages", "dist-packages"}
 _STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
-_PROJECT = Path(__file__).parents[1]
+_PROJECT = Path(__file__).parent
 
 
 class Folded:
