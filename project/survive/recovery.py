@@ -51,7 +51,8 @@ class Recovery(Callback):
         if trainer.is_global_zero and self.life is not None:
             tell_supervisor(life=str(self.life.absolute()))
         if trainer.world_size > 1 and PORT in os.environ:  # each rank has a supervisor of its own: they get to know each other
-            first = own_address(), int(os.environ[PORT]), secrets.token_hex(32)
+            own = own_address() if trainer.num_nodes > 1 else "127.0.0.1"  # where it listens
+            first = own, int(os.environ[PORT]), secrets.token_hex(32)
             address, port, secret = trainer.strategy.broadcast(first)
             tell_supervisor(address=address, port=port, secret=secret, ranks=trainer.world_size)
         folder, checkpoints = memory_folder(), checkpoints_of(trainer)

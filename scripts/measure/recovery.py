@@ -1,13 +1,14 @@
 #!/usr/bin/env python
 """From SIGKILL of a rank to the end of the first new step: ranks that a supervisor replaces, against torchrun's restarts.
 
-    .venv/bin/python scripts/measure/recovery.py [RANKS] [KILLS]
+    .venv/bin/python scripts/measure/recovery.py [RANKS] [KILLS] [--run minires|own|sharded] [--by plain torchrun srun ...]
 
-They take turns of two kills each, seconds after a start, on MiniResNet of configs/ddp.yaml with small images, on the CPU,
-a thread for each rank.
-Prints medians (and the least and the most), and how many steps were taken again.
+They take turns of two kills each, seconds after a start, on the CPU, a thread for each rank. The runs: MiniResNet with small
+images; a user's own module with torchmetrics; a sharded GPT. `srun` is a real Slurm (as root) with all ranks on one node; under
+`nodes` each has its own; `restarts` are torchrun's. Prints medians, the least and the most, and the steps taken again.
 """
 
+import argparse
 import os
 import random
 import signal
@@ -16,21 +17,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-ROOT = Path(__file__).resolve().parents[2]
 KILLS_IN_A_TURN = 2
 SPARES_AFTER = 3.0  # seconds after a start: by then its spare ranks are there
-WORDS = (
-    *("fit", f"--config={ROOT}/configs/ddp.yaml", "--run=it", "--trainer.accelerator=cpu", "--trainer.threads=1"),
-    *("--data.source.init_args.image_size=8", "--data.source.init_args.train_size=25600", "--data.num_workers=0"),
-    *("--model.network.init_args.widths=[8,16]", "--model.network.init_args.blocks=1", "--trainer.precision=32-true"),
-    *("--trainer.max_epochs=1000000", "--trainer.limit_val_batches=0", "--trainer.log_every_n_steps=1"),
+LONG = (
+    *("--trainer.max_epochs=1000000", "--trainer.threads=1", "--trainer.limit_val_batches=0"),
     "--trainer.callbacks+=scripts.measure.recovery.Steps",
 )
+BATCH = {"minires": 32, "own": 12, "sharded": 12}  # samples of a rank behind a step
+WORDS = {  # added to those of tests/survive/test_recovery.py
+    "minires": ("--data.source.init_args.train_size=25600", "--data.batch_size=16", "--data.global_batch_size={}"),
+    "own": ("--data.size=24000", "--trainer.global_batch_size={}"),
+    "sharded": ("--trainer.max_steps=1000000", "--trainer.global_batch_size={}"),
+}
 
 
 class Steps(Callback):
@@ -70,38 +74,60 @@ def kills(folder: Path, program: subprocess.Popen[bytes], ranks: int) -> Iterato
         yield after[0][0] - struck, before[-1][1] - after[0][1] + 1
 
 
+@contextmanager
+def started(words: Sequence[str], place: Path, ranks: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Starts a program, and ends it."""
+    from tests.cluster.slurm import Slurm  # here and in main: ranks, which load this file for Steps, do without
+    from tests.conftest import environment
+
+    variables = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    with ExitStack() as stack, (place / "output").open("w") as output:
+        if words[0] == "srun":
+            (place / "slurm").mkdir()
+            slurm = stack.enter_context(Slurm(ranks, place / "slurm"))
+            variables |= {"SLURM_CONF": str(slurm.folder / "slurm.conf"), "GLOO_SOCKET_IFNAME": "eth0"}
+            program = slurm.hosts[0].start(words, output, place, variables)
+        else:
+            program = subprocess.Popen(words, cwd=place, env=variables, stdout=output, stderr=output)
+        yield program
+        program.terminate()
+        program.wait()
+
+
 def main() -> None:
-    ranks, number = (int(word) for word in [*sys.argv[1:], "2", "10"][:2])
-    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    from tests.own import write_texts
+    from tests.survive.test_recovery import RUNS
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ranks", nargs="?", type=int, default=2)
+    parser.add_argument("kills", nargs="?", type=int, default=4)
+    parser.add_argument("--run", choices=WORDS, default="minires")
+    parser.add_argument("--by", nargs="+", default=["plain", "torchrun", "restarts"])
+    given = parser.parse_args()
+    ranks, python, project = given.ranks, sys.executable, ("-m", "project")
+    words = (*RUNS[given.run], *LONG, *(word.format(BATCH[given.run] * ranks) for word in WORDS[given.run]))
+    supervised = (*words, "--recover.restarts=100")
+    torchrun = (python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
     programs = {
-        "supervised, plain Python": ("-m", "project", *WORDS, f"--trainer.devices={ranks}", "--recover.restarts=100"),
-        "supervised, torchrun": (*torchrun, "-m", "project", "--", *WORDS, "--recover.restarts=100"),
-        "torchrun's restarts": (
-            *torchrun,
-            "--max-restarts=100",
-            "-m",
-            "project",
-            "--",
-            *WORDS,
-            "--checkpoints.every_n_steps=10",
-        ),
+        "plain": (python, *project, *supervised, f"--trainer.devices={ranks}"),
+        "torchrun": (*torchrun, *project, "--", *supervised),
+        "srun": ("srun", "--nodes=1", f"--ntasks-per-node={ranks}", python, *project, *supervised),
+        "nodes": ("srun", f"--nodes={ranks}", "--ntasks-per-node=1", python, *project, *supervised),
+        "restarts": (*torchrun, "--max-restarts=100", *project, "--", *words, "--checkpoints.every_n_steps=10"),
     }
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    taken: dict[str, list[tuple[float, int]]] = {name: [] for name in programs}
-    batch = f"--data.global_batch_size={16 * ranks * 2}"
-    for _ in range(-(-number // KILLS_IN_A_TURN)):
-        for name, words in programs.items():
-            with tempfile.TemporaryDirectory() as place, Path(place, "output").open("w") as output:
-                command = [sys.executable, *words, batch]
-                program = subprocess.Popen(command, cwd=place, env=environment, stdout=output, stderr=output)
-                taken[name] += kills(Path(place), program, ranks)
-                program.terminate()
-                program.wait()
+    taken: dict[str, list[tuple[float, int]]] = {name: [] for name in given.by}
+    for _ in range(-(-given.kills // KILLS_IN_A_TURN)):
+        for name in given.by:
+            with tempfile.TemporaryDirectory() as folder:
+                write_texts(Path(folder, "texts"), 1024)
+                (place := Path(folder, "run")).mkdir()
+                with started(programs[name], place, ranks) as program:
+                    taken[name] += kills(place, program, ranks)
     for name, found in taken.items():
-        seconds = [second for second, _ in found]
-        again = statistics.median(count for _, count in found)
+        seconds, again = zip(*found, strict=True)
         print(
-            f"{name:<26}{statistics.median(seconds):5.2f} s  ({min(seconds):.2f} to {max(seconds):.2f}), {again:g} steps again"
+            f"{given.run}, {ranks} ranks, {name:<9}{statistics.median(seconds):5.2f} s  "
+            f"({min(seconds):.2f} to {max(seconds):.2f}), {statistics.median(again):g} steps again (at most {max(again)})"
         )
 
 

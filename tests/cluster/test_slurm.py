@@ -30,12 +30,14 @@ def test_srun_makes_the_same_run_as_one_process(alone, slurm, tmp_path):
     assert_same_curve(tmp_path, alone)
 
 
-def test_a_task_that_is_killed_is_replaced_by_its_supervisor(alone, slurm, tmp_path):
-    """The job stays: srun sees no task end. Rank 1 is killed, and then rank 0."""
-    command = ("srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-m", "project", *FIT, *RECOVER)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_task_that_is_killed_is_replaced_by_its_supervisor(alone, slurm, tmp_path, nodes):
+    """The job stays: srun sees no task end. Rank 1 is killed, and then rank 0. On one node no port listens on its network."""
+    places = (f"--nodes={nodes}", f"--ntasks-per-node={2 // nodes}")
+    command = ("srun", *places, sys.executable, "-m", "project", *FIT, *RECOVER)
     output = slurm.run(*command, cwd=tmp_path, env=settings())
     assert output.count("All ranks resume (restart") == 2, output
-    assert "Rank 1 on h2 was killed by signal 9. All ranks resume (restart 1 of 3)." in output, output
+    assert f"Rank 1 on h{nodes} was killed by signal 9. All ranks resume (restart 1 of 3)." in output, output
     assert_same_curve(tmp_path, alone)
 
 
