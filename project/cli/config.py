@@ -87,6 +87,10 @@ def brought(argv: list[str]) -> tuple[bool, bool]:
 # The parser ----------------------------------------------------------------------------------------------------------
 
 _SECTIONS = ("trainer", "model", "data", "checkpoints", "watchdog", "recover", "profile", "dashboard", "notify", "metrics")
+_PURE = (
+    *("project.", "torch.nn.", "torch.optim.", "torchvision.models.", "torchvision.transforms."),
+    *("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks."),
+)
 _UNWRITABLE = "Unable to serialize instance"
 _LONGEST_VALUE = 60  # characters of an argument
 _SHORT_SECTION = 12  # keys
@@ -262,6 +266,13 @@ def _named_classes(value: object, key: str = "") -> Iterator[tuple[str, tuple[st
         yield from _named_classes(inner, f"{key}.{name}".strip("."))
     for entry in value if isinstance(value, list) else ():
         yield from _named_classes(entry, key)
+
+
+def touches_nothing(config: Namespace) -> bool:
+    """Returns whether to make the objects of a configuration touches nothing else: all classes are of libraries that are known
+    for it. A class of the user's may write a file, or read one that changes while the run trains.
+    """
+    return all(path.startswith(_PURE) for _, (path, _) in _named_classes(config))
 
 
 def _floats(value: object, key: str = "") -> Iterator[tuple[str, float]]:

@@ -27,7 +27,7 @@ from project.checkpoints.callback import Checkpoints, checkpoints_of
 from project.checkpoints.reading import Manifest, Verification, memory_folder
 from project.cli.aliases import take_either_lightning
 from project.cli.class_paths import Refusal, take_functions
-from project.cli.config import HelpAll, Parser, SaveConfig, brought, refuse_odd_sections, save_config
+from project.cli.config import HelpAll, Parser, SaveConfig, brought, refuse_odd_sections, save_config, touches_nothing
 from project.cli.verbs import ABOUT
 from project.cluster.connection import close_connections
 from project.cluster.place import host
@@ -241,7 +241,10 @@ class ProjectCLI(LightningCLI):
 
         serve(count, build_early)
         if self.parser.build == self._build:
-            self.parser.build = lambda make: report_small_build(partial(self._build, make))
+            kinds = [self.model_class, self.datamodule_class]
+            own = any(not kind.__module__.startswith(("project.", "lightning.")) for kind in kinds if kind is not None)
+            early = not own and touches_nothing(self.config[self.subcommand])
+            self.parser.build = (lambda make: report_small_build(partial(self._build, make))) if early else self._build
         listen_for_signals()
         open_log(detect().rank, host())
 

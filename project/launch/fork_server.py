@@ -6,6 +6,7 @@ It is the first child of a supervisor (`launch/supervisor.py`), and has started 
 import gc
 import json
 import os
+import random
 import resource
 import select
 import shutil
@@ -22,7 +23,6 @@ from project.cluster.place import MEMORY
 from project.errors import TRY_AGAIN, UserError
 from project.launch.orphans import end_with_parent
 from project.launch.supervisor import ATTEMPT, BUILT_SPARES, PASSED_ON, SOCKET, SPARES
-from project.survive.hang.warden import children
 
 Built = TypeVar("Built")
 
@@ -75,11 +75,13 @@ def serve(ranks: int, build: Callable[[], None]) -> None:
     spares: dict[int, tuple[int, int]] = {}  # of each rank to come: its process, and the pipe at which it waits for its orders
     while order := _next_order(supervisor):
         _flush()
+        drawn = random.getstate()
         for rank in range(ranks or 1):
             if rank in spares and not _is_closed(spares[rank][1]):
                 continue
             pid, pipe = _fork(parent)
             if pid == 0:
+                random.setstate(drawn)  # Python seeds it anew in a fork
                 if ranks > 1:
                     os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(ranks)}
                 torch.set_num_threads(_THREADS.pop())
@@ -205,27 +207,17 @@ def _flush() -> None:
 
 
 def report_small_build(build: Callable[[], Built]) -> Built:
-    """Makes the objects of the configuration, and tells the supervisor if spares can make theirs beside a running rank.
-
-    They can where it takes little memory and time, and leaves nothing behind that might be there once only: no file or port
-    that is open, no thread, no process, no device.
-    """
-    before = _usage()
+    """Makes the objects of the configuration, and tells the supervisor if that took little: spares can make theirs early."""
+    memory, start = _most_memory(), time.monotonic()
     built = build()
-    memory, seconds, *rest = (after - start for after, start in zip(_usage(), before, strict=True))
-    if memory < _SMALL and seconds < 1 and not any(rest):
+    if _most_memory() - memory < _SMALL and time.monotonic() - start < 1:
         tell_supervisor(small=os.environ.get("LOCAL_RANK", "0"))
     return built
 
 
-def _usage() -> tuple[float, ...]:
-    """Returns what this process has used so far: the most memory at once, time, open files, threads, children, devices."""
-    import torch
-
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    has_device = torch.cuda.is_available() and torch.cuda.is_initialized()
-    files, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-    return peak, time.monotonic(), files, threads, len(children(os.getpid())), has_device
+def _most_memory() -> int:
+    """Returns the most bytes that this process has had in memory at once."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def tell_supervisor(**facts: object) -> None:

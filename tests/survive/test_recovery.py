@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from jsonargparse import Namespace
 
+from project.cli.config import touches_nothing
 from project.cluster.place import MEMORY
 from project.launch.peers import Peers
 from project.launch.supervisor import SUPERVISED, Losses, Supervisor
@@ -139,21 +141,37 @@ def test_a_run_whose_ranks_are_killed_is_the_run_of_ranks_that_are_not(tmp_path,
     assert processes_of(killed) == []
 
 
-@pytest.mark.parametrize("keeps_file", [False, True])
-def test_spare_ranks_make_their_objects_early_unless_these_might_be_there_once_only(tmp_path, keeps_file):
+def test_a_users_class_is_made_when_it_is_needed_with_what_the_seed_gives(tmp_path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     killed.mkdir()
     whole.mkdir()
-    model = ("--model=tests.survive.broken.Noted", f"--model.keeps_file={str(keeps_file).lower()}")
-    words = (*RUNS["own"], *model, '--trainer.callbacks=[{"class_path": "tests.survive.broken.KilledWithSpares"}]')
+    words = (*RUNS["own"], "--model=tests.survive.broken.Noted")
+    words += ('--trainer.callbacks=[{"class_path": "tests.survive.broken.KilledWithSpares"}]',)
     done = program(killed, *words, *RECOVER, "--trainer.devices=3")
     assert done.code == 0, done.output
-    before, _, after = done.output.partition("All ranks resume")
-    assert [text.count("a network is made") for text in (before, after)] == [3, 3], done.output
+    assert (killed / "struck").read_text() == "3"  # spares were there, and had made none
     (whole / "struck").touch()
-    assert forked(whole, *words, ranks=3).code == 0
+    undisturbed = forked(whole, *words, ranks=3)
+    assert undisturbed.code == 0, undisturbed.output
+    drawn, others = (re.findall(r"a network is made: (\S+)", text) for text in (done.output, undisturbed.output))
+    assert (len(drawn), {*drawn}) == (6, {*others}), (drawn, others)
     assert same(final(killed), final(whole))
     assert curves(killed) == curves(whole)
+
+
+@pytest.mark.parametrize(
+    ("class_path", "known"),
+    [
+        ("project.model.MiniResNet", True),
+        ("torch.optim.SGD", True),
+        ("mine.Net", False),
+        ("torchvision.datasets.CIFAR10", False),
+    ],
+)
+def test_only_classes_that_are_known_to_touch_nothing_are_made_early(class_path, known):
+    inner = Namespace(class_path=class_path, init_args=Namespace())
+    for config in (Namespace(model=inner), Namespace(trainer=Namespace(callbacks=[inner])), Namespace(a=Namespace(b=inner))):
+        assert touches_nothing(config) is known
 
 
 @pytest.mark.slow
