@@ -95,6 +95,7 @@ def started(words: Sequence[str], place: Path, ranks: int) -> Iterator[subproces
 
 
 def main() -> None:
+    sys.path.insert(0, str(Path(__file__).parents[2]))
     from tests.own import write_texts
     from tests.survive.test_recovery import RUNS
 
