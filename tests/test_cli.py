@@ -1,6 +1,7 @@
 """The front door: configs, flags, folders; and what a user gets wrong is one line."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -8,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from jsonargparse import Namespace
 
 from project.__main__ import _TRAINING
 from project.cli import runs as listing
+from project.cli.config import Parser
 from project.cli.keys import help_page
 from project.cli.verbs import sentence
 from project.config_files import expand
+from project.errors import UserError
 from project.launch.launcher import Launch
 from project.runs import open_run
 from project.watch.history import lives_of
@@ -341,3 +345,12 @@ def test_a_rank_of_another_launcher_is_refused_before_it_begins(quick):
     refused = quick("fit", DDP, *TINY, "--run=x", LOCAL_RANK="1", NODE_RANK="-1", WORLD_SIZE="1")
     assert refused.code == 2
     assert "LOCAL_RANK=1 is set in the environment, and trainer.devices makes 1 process(es)" in refused.output
+
+
+def test_nan_is_refused_but_in_the_arguments_of_a_users_own_class():
+    def config(class_path):
+        return Namespace(model=Namespace(class_path=class_path, init_args=Namespace(missing=math.nan, lr=math.inf)))
+
+    Parser().refuse_odd_floats(config("mine.Net"))
+    with pytest.raises(UserError, match=r"model\.init_args\.missing=nan"):
+        Parser().refuse_odd_floats(config("torch.optim.SGD"))

@@ -87,6 +87,7 @@ def brought(argv: list[str]) -> tuple[bool, bool]:
 # The parser ----------------------------------------------------------------------------------------------------------
 
 _SECTIONS = ("trainer", "model", "data", "checkpoints", "watchdog", "recover", "profile", "dashboard", "notify", "metrics")
+_LIBRARIES = ("project.", "torch.", "torchvision.", "torchmetrics.", "lightning.", "pytorch_lightning.")
 _PURE = (
     *("project.", "torch.nn.", "torch.optim.", "torchvision.models.", "torchvision.transforms."),
     *("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks."),
@@ -197,11 +198,12 @@ class Parser(LightningArgumentParser):
         return f"{self._where(full)}{full}: {made}: {text}. HINT: --{key}.help {refusal.class_path} lists its arguments."
 
     def refuse_odd_floats(self, config: Namespace) -> None:
-        """Refuses nan, unless it is the default of the class that takes it, and a learning rate that is infinite."""
-        own = {f"{key}.init_args.{name}" for key, (path, _) in _named_classes(config) for name in _nan_defaults(path)}
+        """Refuses nan, and an infinite learning rate, but in the arguments of the user's own classes, which may mean them."""
+        named = _named_classes(config)
+        own = tuple(f"{key}.init_args." for key, (path, _) in named if not path.startswith(_LIBRARIES))
         for key, number in _floats(config):
-            if (math.isnan(number) and key not in own) or (math.isinf(number) and _LEARNING_RATE.search(key)):
-                raise UserError(f"{self._where(key)}{key}={number:g}: nothing is trained so. HINT: write a finite number.")
+            if not key.startswith(own) and (math.isnan(number) or (math.isinf(number) and _LEARNING_RATE.search(key))):
+                raise UserError(f"{self._where(key)}{key}={number:g} is of no use to a run. HINT: write a finite number.")
 
     def _unknown(self, key: str, known: Iterable[str]) -> str:
         return f"{self._where(key).removeprefix('--')}There is no key {key}{_meant(key, known) or '.'}"
@@ -258,13 +260,13 @@ def _line(node: yaml.Node | None, parts: list[str]) -> int | None:
 
 def _named_classes(value: object, key: str = "") -> Iterator[tuple[str, tuple[str, Mapping[str, object]]]]:
     """Yields the classes that a configuration names, with their arguments, each after its key."""
-    settings = vars(value) if isinstance(value, Namespace) else {}
-    if "class_path" in settings:
+    settings = vars(value) if isinstance(value, Namespace) else value if isinstance(value, dict) else {}
+    if isinstance(value, Namespace) and "class_path" in settings:
         given = settings.get("init_args")
         yield key, (settings["class_path"], vars(given) if given else {})
     for name, inner in settings.items():
         yield from _named_classes(inner, f"{key}.{name}".strip("."))
-    for entry in value if isinstance(value, list) else ():
+    for entry in value if isinstance(value, (list, tuple)) else ():
         yield from _named_classes(entry, key)
 
 
@@ -283,14 +285,6 @@ def _floats(value: object, key: str = "") -> Iterator[tuple[str, float]]:
         yield from _floats(entry, key)
     if isinstance(value, float):
         yield key, value
-
-
-def _nan_defaults(class_path: str) -> list[str]:
-    """Returns the arguments of a class whose default is nan."""
-    with suppress(ImportError, AttributeError, ValueError, TypeError):
-        parameters = inspect.signature(resolve_name(class_path)).parameters.values()
-        return [item.name for item in parameters if isinstance(item.default, float) and math.isnan(item.default)]
-    return []
 
 
 def _writable(value: object) -> object:

@@ -37,7 +37,9 @@ _CAUSES = {
     "logged values": "The same weights gave another value: other validation data, other weights than those of the steps (EMA), "
     "or another way to compute it.",
 }
-_OF_A_STEP = re.compile(r"  (?!data\.(?:num_workers|resident|on_error)|model\.channels_last)(?:model|data|seed_everything)\b")
+_OF_A_STEP = re.compile(
+    r"  (?!data\.(?:num_workers|resident|on_error)|model\.(?:channels_last|compile))(?:model|data|seed_everything)\b"
+)
 """A line about a setting by which steps differ by more than rounding."""
 _PLACES = ("trainer.devices", "trainer.num_nodes")
 

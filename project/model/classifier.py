@@ -83,6 +83,8 @@ def _made(name: str, make: Callable[[Given], object], of: Given) -> object:
     """Returns an optimiser or a schedule; an error in its settings becomes a UserError."""
     try:
         return make(of)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
     except (ValueError, TypeError, RuntimeError, ArithmeticError, AssertionError) as error:
         raise UserError(f"model.{name} can't be made: {error}. HINT: --model.{name}.help CLASS lists its arguments.") from error
 
@@ -94,7 +96,11 @@ def _try_step(make: OptimizerCallable, device: torch.device, like: Optimizer) ->
     if device.type != "meta" and type(like).__module__.startswith("torch.optim."):
         parameter = nn.Parameter(torch.zeros(1, 1, device=device))
         parameter.grad = torch.zeros_like(parameter)
-        make([parameter]).step(lambda: 0.0)
+        try:
+            twin = make([parameter])
+        except Exception:  # a function of the user's, which needs more parameters than one
+            return
+        twin.step(lambda: 0.0)
 
 
 def _try_schedule(make: Callable[[Optimizer], object], optimizer: Optimizer) -> None:

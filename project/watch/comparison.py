@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from project.watch.fingerprint_file import Recorded, Start, Taken, listed
 
 _ROUNDING = 0.01  # of a loss
+_SMALL_LOSS = 0.1  # below it, rounding is a larger share
 
 
 @dataclass
@@ -132,7 +133,7 @@ def _far_apart(taken: Taken, other: Taken) -> bool:
         bits, other_bits = taken.record.losses[number], other.record.losses[number]
         if kind := {(4, 4): "<f", (8, 8): "<d"}.get((len(bits), len(other_bits))):
             (loss,), (other_loss,) = struct.unpack(kind, bits), struct.unpack(kind, other_bits)
-            if abs(loss - other_loss) > _ROUNDING * max(abs(loss), abs(other_loss)):
+            if abs(loss - other_loss) > _ROUNDING * max(abs(loss), abs(other_loss), _SMALL_LOSS):
                 return True
     return False
 

@@ -188,7 +188,8 @@ def _is_there(words: Words, run_id: str) -> bool:
 def _tensorboard(words: Words, folder: Path, name: str, rank: int) -> tuple[str, Logger]:
     more = {key: value for key, value in words.items() if key not in inspect.signature(TensorBoardLogger).parameters}
     inspect.signature(SummaryWriter).bind("", **more)  # which gets them when training begins
-    return f"{id(words)}", TensorBoardLogger(**words)
+    logger = TensorBoardLogger(**words)
+    return f"{id(logger)}", logger  # it is kept, and its id its own
 
 
 _MAKERS: dict[type[Logger], Callable[..., tuple[str, Logger]]] = {

@@ -74,10 +74,12 @@ class Notify(Callback):
             return
         if self.webhook and not os.environ.get(self.webhook):
             log.warning("notify.webhook: the environment has no %s, and nobody is told. HINT: export it.", self.webhook)
+        life = Path(trainer.default_root_dir).absolute() / FILE
         if self.command and not shutil.which(self.command[0]):
             text = f"notify.command: there is no program {self.command[0]} on {host()}."
-            raise UserError(f"{text} HINT: install it, write its whole path, or leave notify.command out.")
-        life = Path(trainer.default_root_dir).absolute() / FILE
+            if not life.is_file():
+                raise UserError(f"{text} HINT: install it, write its whole path, or leave notify.command out.")
+            log.warning("%s Nobody is told, and the training continues.", text)  # a run that resumes on another host, say
         facts = {
             "life": str(life),
             "begin": life.stat().st_size if life.is_file() else 0,

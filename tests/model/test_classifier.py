@@ -88,6 +88,14 @@ def test_a_network_that_does_not_fit_the_images_is_refused_and_its_own_errors_ar
         ImageClassifier(nn.Sequential(nn.Flatten(), nn.LazyLinear(10)))
 
 
+def test_a_function_that_makes_an_optimiser_may_need_several_parameters(fit):
+    def by_layer(parameters):
+        first, *others = parameters
+        return torch.optim.SGD([{"params": [first], "lr": 0.1 / len(others)}, {"params": others}])
+
+    fit(ImageClassifier(Linear(), by_layer), max_steps=1, enable_checkpointing=False)
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [

@@ -170,7 +170,8 @@ def test_a_users_class_is_made_when_it_is_needed_with_what_the_seed_gives(tmp_pa
 )
 def test_only_classes_that_are_known_to_touch_nothing_are_made_early(class_path, known):
     inner = Namespace(class_path=class_path, init_args=Namespace())
-    for config in (Namespace(model=inner), Namespace(trainer=Namespace(callbacks=[inner])), Namespace(a=Namespace(b=inner))):
+    block = Namespace(class_path="torch.nn.Sequential", init_args=Namespace(parts={"first": inner}))
+    for config in (Namespace(model=inner), Namespace(trainer=Namespace(callbacks=[inner])), Namespace(a=Namespace(b=block))):
         assert touches_nothing(config) is known
 
 

@@ -176,9 +176,12 @@ def test_the_forward_pass_of_a_step_without_modules_on_other_ranks():
     assert "after every 100th step. The latest that both have is step 1, and there all gave the same." in text
 
 
-@pytest.mark.parametrize(("other", "rounded"), [(2.3001, True), (2.5, False), (float("nan"), True)])
-def test_a_loss_that_differs_by_more_than_rounding_is_of_other_samples(other, rounded):
-    one, two = (step(1, losses={0: struct.pack("<f", loss)}, weights=f"{loss}") for loss in (2.3, other))
+@pytest.mark.parametrize(
+    ("loss", "other", "rounded"),
+    [(2.3, 2.3001, True), (2.3, 2.5, False), (2.3, float("nan"), True), (1e-6, 1.1e-6, True), (1e-6, 0.01, False)],
+)
+def test_a_loss_that_differs_by_more_than_rounding_is_of_other_samples(loss, other, rounded):
+    one, two = (step(1, losses={0: struct.pack("<f", value)}, weights=f"{value}") for value in (loss, other))
     verdict = compare(run((START, [one])), run((START, [two]), name="b"))
     assert verdict.rounded is rounded
     assert any("more than rounding: other samples (another order, other data)" in line for line in verdict.lines) is not rounded

@@ -121,10 +121,15 @@ def test_an_address_in_the_yaml_is_refused_and_not_shown():
     assert SECRET not in str(error.value)
 
 
-def test_a_command_whose_program_is_not_there_is_refused_at_the_start():
-    trainer = SimpleNamespace(is_global_zero=True, fast_dev_run=False)
+def test_a_command_whose_program_is_not_there_is_refused_at_the_start_and_named_where_a_run_resumes(tmp_path, caplog):
+    trainer = SimpleNamespace(is_global_zero=True, fast_dev_run=False, default_root_dir=str(tmp_path))
+    notify = Notify(command="nowhere_to_be_seen -s training")
     with pytest.raises(UserError, match=r"no program nowhere_to_be_seen on .*HINT"):
-        Notify(command="nowhere_to_be_seen -s training").on_fit_start(trainer, None)
+        notify.on_fit_start(trainer, None)
+    (tmp_path / "life.jsonl").touch()
+    notify.on_fit_start(trainer, None)
+    notify.teardown(trainer, None, "fit")
+    assert "the training continues" in caplog.text
 
 
 def test_a_straggler_is_written_down_and_the_warden_still_records_the_end(tmp_path):

@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 _TICK = 1.0  # seconds between two looks
 _LATE_WARDEN = 2.0  # seconds: ranks that have just been started again need the cores themselves
+_LATEST_WARDEN = 20.0
 _HEARTBEATS_PER_SECOND = 50  # ranks that rank 0 hears in a second, at most
 _SILENCE = 5.0  # seconds without a word, when ranks are waiting: a process that is stopped, dead or cut off
 _SUSPENDED = 4.0  # a tick that is so much too late: this process was stopped
@@ -97,6 +98,7 @@ class Watchdog(Callback):
         self.life: Path | None = None
         """The run's file of starts and stops (life.jsonl); set by the CLI."""
         self._warden: WardenProcess | None = None
+        self._warden_due = 0.0
         self._spent: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_HISTORY))
         self._batches = 0
         self._step_began: float | None = None
@@ -131,6 +133,8 @@ class Watchdog(Callback):
         self._batches += 1
         phase, now, _ = self._progress
         self._progress = (phase, now, (self._batches, 0, 0))
+        if self._warden is not None and now > self._warden_due:
+            self._warden.start()  # by this thread: one that forks loader processes meanwhile would hand them its pipe
         if batch_idx % trainer.accumulate_grad_batches == 0:
             if self._step_began is not None:
                 self._spent["step"].append(now - self._step_began)
@@ -170,6 +174,7 @@ class Watchdog(Callback):
         me = self._own_member()
         name, launcher = f"rank {me.rank} on {me.host}", describe_launcher(me.host)
         self._warden = WardenProcess(me.pid, me.started, me.dump, name, launcher)
+        self._warden_due = time.monotonic() + _LATE_WARDEN
         if launcher != SUPERVISED:  # whose supervisor reports their end, and whose warden is there for silence alone
             self._warden.start()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -254,7 +259,7 @@ class Watchdog(Callback):
 
     def _run(self) -> None:
         """Runs in the thread: sends heartbeats, on rank 0 judges them, and ends the process when there is a verdict."""
-        began = looked = spoke = time.monotonic()
+        looked = spoke = time.monotonic()
         while not self._stopping.is_set() and self._verdict is None:
             self._handle_messages(_TICK)
             now = time.monotonic()
@@ -267,7 +272,7 @@ class Watchdog(Callback):
             if LOST_RANKS.exit_due(saved is not None and saved.writing) and not self._stopping.is_set():
                 exit_after_loss(self._context(), self._warden)
             if self._warden is not None:
-                if now - began > _LATE_WARDEN:
+                if now > self._warden_due + _LATEST_WARDEN:  # no micro-batch has begun
                     self._warden.start()
                 self._warden.send(step=beat.step)
                 if self._channel is not None:
