@@ -201,6 +201,8 @@ class ProjectCLI(LightningCLI):
             raise self._as_user_error(refusal) from refusal.error
         except UserError as error:
             raise as_user_error(error, self.parser.placed(str(error))) from error
+        finally:
+            self.parser.build = None  # jsonargparse keeps the parser, which would keep the Trainer by this
 
     def _build(self, make: Callable[[], Namespace]) -> Namespace:
         """Makes all objects of the configuration. `make`: jsonargparse's function for that."""
