@@ -50,7 +50,7 @@ SECTIONS = {
     "trainer: [1, 2]": "trainer holds keys and values, as in 'trainer: {KEY: VALUE}', and it is [1, 2].",
     "dashboard:": "dashboard holds keys and values",
     "data:": "data holds keys and values",
-    "model: {optimizer: {init_args: {weight_decay: .nan}}}": "model.optimizer.init_args.weight_decay=nan: nothing is",
+    "model: {optimizer: {init_args: {weight_decay: .nan}}}": "model.optimizer.init_args.weight_decay=nan is of no use",
     "trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitor: val/acc, min_delta: .nan}}]}": "min_delta=nan",
     "model: {optimizer: {init_args: 3}}": "model.optimizer: Its init_args hold keys and values",
     "trainer: {plugins: {a: b}}": "There is no key trainer.plugins.init_args.a",
