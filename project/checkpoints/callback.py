@@ -125,6 +125,7 @@ class Checkpoints(Checkpoint):
         self._file_writer = FileWriter()
         self._shard_writers: ShardWriters | None = None  # where the network is sharded
         self._memory: tuple[MemoryWriter, int] | None = None
+        self._replaces_ranks = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         callbacks = typed(trainer).callbacks
@@ -154,7 +155,7 @@ class Checkpoints(Checkpoint):
         if trainer.is_global_zero and not trainer.global_step and not named and checkpoints_in(self._folder):
             self._put_other_run_aside()
         self._began_at = trainer.global_step
-        if self._memory is None or not (self._memory[0].resumed and trainer.global_step):
+        if not (self._replaces_ranks and trainer.global_step):
             # Now, and not when the run has been lost: could it resume from what would be saved?
             check(typed(trainer).resuming.dump_checkpoint(weights_only=False))
         self._saved_time = time.monotonic()
@@ -180,9 +181,11 @@ class Checkpoints(Checkpoint):
                 prepare(trainer)
             self._memory[0].save(step, *self._copy_state(trainer, finished=False))
 
-    def keep_in_memory(self, writer: MemoryWriter, every_n_steps: int) -> None:
-        """Also writes the run's state into memory from now on, every so many steps."""
-        self._memory = writer, every_n_steps
+    def keep_in_memory(self, writer: MemoryWriter, every_n_steps: int, replaces_ranks: bool) -> None:
+        """Also writes the run's state into memory from now on, every so many steps. `replaces_ranks`: these ranks were
+        started in the place of others, and have just read such a state, or a checkpoint.
+        """
+        self._memory, self._replaces_ranks = (writer, every_n_steps), replaces_ranks
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._shard_writers is not None:

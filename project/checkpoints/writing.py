@@ -350,10 +350,8 @@ def _commit(staging: Path, path: Path, manifest: Manifest) -> Path:
 class MemoryWriter:
     """Writes the run's states into memory in a thread, while training continues."""
 
-    def __init__(self, folder: Path, trainer: Trainer, resumed: bool) -> None:
+    def __init__(self, folder: Path, trainer: Trainer) -> None:
         self._folder = folder
-        self.resumed = resumed
-        """Whether these ranks were started again in the place of others, whose states could be read."""
         self._files = FileWriter(read_back=False)
         self._shards = shard_writers(trainer)
         self._writes = trainer.is_global_zero or self._shards is not None

@@ -258,12 +258,17 @@ def _line(node: yaml.Node | None, parts: list[str]) -> int | None:
     return None
 
 
+def _settings_of(value: object) -> Mapping[str, object]:
+    """Returns what a section of a configuration, or a dictionary in it, holds; nothing for a plain value."""
+    return vars(value) if isinstance(value, Namespace) else value if isinstance(value, dict) else {}
+
+
 def _named_classes(value: object, key: str = "") -> Iterator[tuple[str, tuple[str, Mapping[str, object]]]]:
     """Yields the classes that a configuration names, with their arguments, each after its key."""
-    settings = vars(value) if isinstance(value, Namespace) else value if isinstance(value, dict) else {}
+    settings = _settings_of(value)
     if isinstance(value, Namespace) and "class_path" in settings:
         given = settings.get("init_args")
-        yield key, (settings["class_path"], vars(given) if given else {})
+        yield key, (str(settings["class_path"]), vars(given) if given else {})
     for name, inner in settings.items():
         yield from _named_classes(inner, f"{key}.{name}".strip("."))
     for entry in value if isinstance(value, (list, tuple)) else ():
@@ -279,7 +284,7 @@ def touches_nothing(config: Namespace) -> bool:
 
 def _floats(value: object, key: str = "") -> Iterator[tuple[str, float]]:
     """Yields the floats of a configuration, each after its key."""
-    for name, inner in (vars(value) if isinstance(value, Namespace) else value if isinstance(value, dict) else {}).items():
+    for name, inner in _settings_of(value).items():
         yield from _floats(inner, f"{key}.{name}".strip("."))
     for entry in value if isinstance(value, (list, tuple)) else ():
         yield from _floats(entry, key)

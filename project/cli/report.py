@@ -25,9 +25,8 @@ def main(words: Sequence[str]) -> int:
         "--out", type=Path, help="the file of the page that compares several runs (default: compared.html beside them)"
     )
     given = parser.parse_args(words)
-    runs = [
-        name for name in run_names(given.run, FILE) if not name.endswith(".html")
-    ]  # of lightning_logs/*, earlier comparisons
+    # A shell's lightning_logs/* also names earlier comparisons.
+    runs = [name for name in run_names(given.run, FILE) if not name.endswith(".html")]
     return _write(runs or given.run, given.out)
 
 

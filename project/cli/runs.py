@@ -30,7 +30,7 @@ from project.step.monitored import chosen_metric
 from project.tables import fit_table
 from project.untrusted import LARGEST_COUNT, as_count, printable, read_end, read_json, read_yaml
 from project.watch.charts import number
-from project.watch.history import FILE, has_ended, held, lives_of
+from project.watch.history import FILE, held, lives_of, shows_life
 
 _ABOUT = f"""Lists the runs in {RUNS}/: their state, the time since the last sign of life, ranks, steps, the best value of the
 metric that is monitored, size on disk and hosts. Exit code 1: none is there, or matches."""
@@ -41,8 +41,6 @@ _SILENT = 3600.0
 """Seconds without a sign of life after which a run may be removed: one that is about to start holds nothing yet."""
 STATES = ("running", "finished", "stopped", "failed", "lost", "empty")
 """A run that was killed is lost: nobody has written down how it ended. An empty one has never begun to train."""
-FRESH = 120.0
-"""Seconds without a sign of life, after which a run of another host that nobody here holds is taken for dead."""
 _SIGNS = (".lock", FILE, "config.yaml", "log.txt", "checkpoints")
 _DISPOSABLE = (
     *(".lock", "config*.yaml", "*.log", "log*.txt", "hang-rank*.txt", "events.out.*", "*.jsonl", "loggers.json"),
@@ -101,7 +99,7 @@ def read_run(folder: Path) -> Listed:
     size, newest = _size_and_newest(folder)
     lives = lives_of(folder / FILE)
     life = lives[-1] if lives else None
-    fresh = life is not None and life.badge == "lost" and time.time() - newest < FRESH and not has_ended(life)
+    fresh = life is not None and life.badge == "lost" and shows_life(life, time.time() - newest)
     running = fresh or held(folder / ".lock")
     state = "running" if running else "empty" if life is None else life.badge
     manifests = _manifests(folder)

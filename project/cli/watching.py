@@ -25,17 +25,16 @@ from project.watch.history import (
     PHASES,
     Life,
     best_point,
-    has_ended,
     held,
     lives_of,
     longest,
     monitored_curve,
     newest_run,
     of_the_module,
+    shows_life,
 )
 
 _ABOUT = "Follows a run that trains elsewhere, by the files in its folder alone, until it has ended or Ctrl-C."
-_FRESH = 120.0  # seconds without a sign of life, after which a run of another host that nobody here holds is taken for dead
 _FIRST = ("train/loss", "val/loss", "train/acc", "val/acc")  # of the metrics; the others as they were logged
 _METRICS = 8  # that a line shows at most
 _FORKS = ("_step",)  # of what Lightning logs twice: the last step's, beside the epoch's
@@ -88,8 +87,7 @@ class Look:
             return "not started", [Field(Importance.PROGRESS, "not a step yet")]
         life = lives[-1]
         state = life.state
-        fresh = self._silent() < _FRESH and not has_ended(life)
-        if state == "killed" and life.why is None and (fresh or held(self.folder / ".lock")):
+        if state == "killed" and life.why is None and (shows_life(life, self._silent()) or held(self.folder / ".lock")):
             state = "going on"
         spent = Field(Importance.PHASE, f"goodput {goodput(lives).shares.get('training', 0):.0%}")
         return state, [*self._fields(life, newest), spent, *self._ending(life, state)]

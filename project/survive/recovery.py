@@ -62,4 +62,4 @@ class Recovery(Callback):
             return
         if trainer.is_global_zero:
             clean_up(folder)
-        checkpoints.keep_in_memory(MemoryWriter(folder, trainer, resumed=os.environ[ATTEMPT] != "0"), self.every_n_steps)
+        checkpoints.keep_in_memory(MemoryWriter(folder, trainer), self.every_n_steps, replaces_ranks=os.environ[ATTEMPT] != "0")

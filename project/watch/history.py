@@ -65,6 +65,8 @@ _SETTINGS, _COMMAND = 1_000, 4_000  # names, and characters
 # The newest of what a folder holds: bytes of a log and of starts and stops; starts; warnings; bytes of a configuration.
 _LOG, _LIVES, _STARTS, _WARNINGS, _CONFIG = 1 << 24, 1 << 21, 1_000, 10_000, 1 << 20
 _MOST_RANKS = 1_000_000
+FRESH = 120.0
+"""Seconds without a sign of life, after which a run of another host that nobody here holds is taken for dead."""
 _CLOCK = 60.0  # seconds, by which a clock may have been set since a start
 _TRACEBACK = 4_000  # characters
 
@@ -355,7 +357,12 @@ def held(lock: Path) -> bool:
     return False
 
 
-def has_ended(life: Life) -> bool:
+def shows_life(life: Life, silence: float) -> bool:
+    """Returns whether a run without a recorded end may still train. `silence`: seconds since the last sign of it."""
+    return silence < FRESH and not _has_ended(life)
+
+
+def _has_ended(life: Life) -> bool:
     """Returns whether rank 0's process is gone, where this host can tell: a later one may have its number."""
     pid, hosts = life.known.get("pid"), life.known.get("hosts") or {"": 1}
     if next(iter(hosts)) != host() or not isinstance(pid, int) or pid < 1:

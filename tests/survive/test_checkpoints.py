@@ -264,7 +264,7 @@ def test_a_state_in_memory_leaves_room_for_loader_processes(small_disk, tmp_path
     monkeypatch.setenv(MEMORY, str(small_disk))
     large, small = (Split({"weights": torch.zeros(count)}, {}) for count in (150_000, 50_000))
     FileWriter().write(tmp_path / "step-000000001.ckpt", large, {})
-    writer = MemoryWriter(small_disk, SimpleNamespace(is_global_zero=True, strategy=None), resumed=False)
+    writer = MemoryWriter(small_disk, SimpleNamespace(is_global_zero=True, strategy=None))
     for step, own in enumerate((small, large, large, small), 1):
         writer.save(step, own, {"step": step})
     writer.close()
