@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
@@ -168,9 +168,9 @@ def _fork(supervisor: int) -> tuple[int, int]:
     return 0, orders
 
 
-def _become(ranks: int, attempt: int, port: int) -> None:
+def _become(ranks: int, attempt: int, port: int, numbers: Mapping[str, str]) -> None:
     """Gives this process what a rank's environment has of the start that it belongs to."""
-    os.environ[ATTEMPT] = str(attempt)
+    os.environ |= {ATTEMPT: str(attempt), **numbers}
     if ranks > 1:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 

@@ -2,14 +2,19 @@
 
 Where an engine starts each rank by itself (torchrun, srun), each has a supervisor of its own. The first rank's listens; on
 loopback, where the run is on one host. The ranks, once they are connected, tell their supervisors where, and a secret that
-signs what these say to each other: nothing is parsed that is not signed.
+signs what these say to each other: nothing is parsed that is not signed. When a rank is lost, the first supervisor calls the
+roll: a host that was cut off keeps its connection, and answers nothing.
 """
 
 import resource
+import select
 import socket
 import struct
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from math import inf
+from typing import TypeAlias
 
 from project.survive.hang.warden import SEAL, Opener, sealer
 
@@ -17,8 +22,10 @@ _LENGTH = struct.Struct(">I")
 _LONGEST = 1 << 14  # bytes of a message
 _STRANGERS = 8  # connections that have not yet sent a signed message
 _PATIENCE = 10.0  # seconds to connect or to send
+_ROLL = 1.5  # seconds to answer; a supervisor only waits for messages
 
 Message = dict[str, object]
+Input: TypeAlias = "int | socket.socket | Peer"
 
 
 class Peer:
@@ -26,7 +33,7 @@ class Peer:
 
     def __init__(self, connection: socket.socket, secret: str) -> None:
         connection.settimeout(_PATIENCE)
-        self.connection, self.has_joined = connection, False
+        self.connection, self.rank = connection, -1
         self._seal, self._opener, self._unread = sealer(secret), Opener(secret), b""
 
     def fileno(self) -> int:
@@ -56,8 +63,9 @@ class Peer:
             self._unread = self._unread[_LENGTH.size + length :]
             if message is None:
                 return None
+            if "host" in message:  # the first one
+                self.rank = int(str(message["rank"]))
             messages.append(message)
-            self.has_joined = True
         return messages if data else None
 
 
@@ -71,6 +79,7 @@ class Peers:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._secret = ""
         self._expected = 0
+        self._hosts: dict[int, str] = {}
         self.connected: list[Peer] = []
 
     @property
@@ -79,16 +88,42 @@ class Peers:
         return int(self._listener.getsockname()[1]) if self._listener else 0
 
     @property
-    def complete(self) -> bool:
-        """Returns whether all supervisors that this one deals with are connected."""
-        return 0 < self._expected <= sum(peer.has_joined for peer in self.connected)
+    def is_alone(self) -> bool:
+        """Returns whether the supervisors that this one was connected to have ended."""
+        return self._expected > 0 and not self.connected
 
-    def inputs(self) -> list[socket.socket | Peer]:
+    def hosts(self) -> dict[int, str]:
+        """Returns the host of each other rank, of the first supervisor; {} until all have joined it."""
+        return self._hosts if len(self._hosts) == self._expected else {}
+
+    def call_roll(self, attempt: int) -> set[int]:
+        """Asks the other supervisors for an answer, and returns the ranks whose supervisors don't give one in time."""
+        missing, until = {*self._hosts}, time.monotonic() + _ROLL
+        self.send(roll=attempt)
+        while missing & {peer.rank for peer in self.connected} and (left := until - time.monotonic()) > 0:
+            for message in self.messages(readable(self.inputs(), left)):
+                if message.get("roll") == attempt:
+                    missing.discard(int(str(message["rank"])))
+        return missing
+
+    def renumber(self, numbers: Mapping[int, int]) -> None:
+        """Gives the ranks that are left their new numbers, and disconnects all other supervisors."""
+        for peer in self.connected:
+            if peer.rank not in numbers:
+                peer.connection.close()
+        self.connected = [peer for peer in self.connected if peer.rank in numbers]
+        for peer in self.connected:
+            peer.rank = numbers[peer.rank]
+        self._hosts = {number: self._hosts[rank] for rank, number in numbers.items() if rank in self._hosts}
+        self._expected = len(self._hosts)
+
+    def inputs(self) -> list[Input]:
         """Returns what to wait for."""
         return [*([self._listener] if self._listener and self._secret else []), *self.connected]
 
-    def connect(self, address: str, port: int, secret: str, others: int) -> None:
-        """Connects to the first supervisor, or lets the `others` connect to this one. Does nothing the second time."""
+    def connect(self, address: str, port: int, secret: str, others: int, rank: int, host: str) -> None:
+        """Connects to the first supervisor, as that of a rank on a host, or lets the `others` connect to this one. Does nothing
+        the second time."""
         if self._secret:
             return
         self._secret = secret
@@ -98,11 +133,11 @@ class Peers:
         self._expected = 1
         with suppress(OSError):
             self.connected.append(Peer(socket.create_connection((address, port), _PATIENCE), secret))
-            self.connected[0].has_joined = True
-            self.connected[0].send(joined=True)
+            self.connected[0].rank = 0
+            self.connected[0].send(rank=rank, host=host)
 
-    def messages(self, ready: list[object]) -> Iterator[Mapping[str, object]]:
-        """Yields what has arrived, and forgets supervisors that have ended: `complete` tells that one is missing."""
+    def messages(self, ready: list[Input]) -> Iterator[Mapping[str, object]]:
+        """Yields what has arrived, and forgets supervisors that have ended: the roll tells that one is missing."""
         if self._listener in ready and self._listener is not None:
             with suppress(OSError):
                 connection = self._listener.accept()[0]
@@ -112,7 +147,10 @@ class Peers:
                     connection.close()
         for peer in [peer for peer in self.connected if peer in ready]:
             messages = peer.receive()
-            yield from messages or ()
+            for message in messages or ():
+                if "host" in message:
+                    self._hosts[peer.rank] = str(message["host"])
+                yield message
             if messages is None:
                 self.connected.remove(peer)
                 peer.connection.close()
@@ -120,5 +158,14 @@ class Peers:
     def send(self, **message: object) -> None:
         """Sends a message to all that are connected."""
         for peer in self.connected:
-            if peer.has_joined:
+            if peer.rank >= 0:
                 peer.send(**message)
+
+
+def readable(inputs: list[Input], seconds: float) -> list[Input]:
+    """Waits until one of the inputs can be read, or so long, and returns those that can."""
+    numbers = {each if isinstance(each, int) else each.fileno(): each for each in inputs}
+    poll = select.poll()  # `select.select` knows 1,024 of them
+    for number in numbers:
+        poll.register(number, select.POLLIN)
+    return [numbers[number] for number, _ in poll.poll(None if seconds == inf else 1000 * max(0.0, seconds))]

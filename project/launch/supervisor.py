@@ -31,7 +31,7 @@ from project.config_files import documents, expand, run_config, setting
 from project.errors import TRY_AGAIN
 from project.launch.early_start import LAUNCHERS, free_port
 from project.launch.orphans import LAUNCHER
-from project.launch.peers import Peers
+from project.launch.peers import Input, Peers, readable
 from project.launch.sweep import with_trial
 from project.survive.hang.warden import OomKills, add_stop, add_to_log, children, kill_with_children, start_report
 
@@ -55,7 +55,7 @@ _GRACE = 20.0  # seconds that the other ranks have to end by themselves when one
 _WITHOUT_PROGRESS, _OUT_OF_MEMORY = 3, 2  # starts in a row that come no further, before the supervisor gives up
 _LOOK = 0.5  # seconds between two looks whether the fork server lives
 _LAST_WAIT = 60.0  # seconds for killed ranks to end
-_ANSWER = 90.0  # seconds that another supervisor waits for what the first one decides
+_ACKNOWLEDGED, _ANSWER = 10.0, 90.0  # seconds that another supervisor waits for the first one's roll call, and its decision
 _LONGEST_MESSAGE = 1 << 16
 _SHM, _PREFIX = Path("/dev/shm"), "samerun-state-"
 
@@ -131,8 +131,9 @@ class Supervisor:
 
     def __init__(self, restarts: int, memory: Path | None, rank: int, world_size: int, several_hosts: bool) -> None:
         """Starts the fork server. `rank`: its first rank; `world_size`: where an engine starts the ranks, their number."""
-        self._memory, self._rank = memory, rank
-        self._host = host()
+        self._memory, self._rank, self._world_size = memory, rank, world_size
+        self._numbers: dict[str, str] = {}  # of the ranks, where they are no longer those that the engine gave them
+        self._host, self._until = host(), inf
         self._ranks: list[Rank] = []
         self._attempt = 0
         self._requested: int | None = None  # the first signal that asked the run to stop
@@ -179,10 +180,7 @@ class Supervisor:
             self._attempt += 1
         self._socket.close()  # by which the fork server ends
         self._server.wait()
-        for pid in self._spares:
-            kill_with_children(pid)
-            with suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+        self._end_spares()
         if self._given_up:
             if self._life is not None:
                 start_report(self._life)
@@ -194,7 +192,8 @@ class Supervisor:
     def _run_once(self) -> bool:
         """Starts the ranks, and waits until all have ended. Returns whether they are to be started again."""
         with suppress(OSError):
-            self._socket.send(json.dumps({"attempt": self._attempt, "port": free_port()}).encode())
+            order = {"attempt": self._attempt, "port": free_port(), "numbers": self._numbers}
+            self._socket.send(json.dumps(order).encode())
         while (message := self._receive()) and "pids" not in message:
             self._early.append(message)  # a rank may be faster than the server, which starts the next one
         pids, self._spares = message.get("pids"), []
@@ -205,9 +204,9 @@ class Supervisor:
         self._ranks = [Rank(number, pid, OomKills(pid)) for number, pid in enumerate(pids, self._rank)]
         if self._requested is not None:  # the signal came while there was no rank
             self._pass_on(self._requested, None)
-        until, reported, spares_at = inf, False, time.monotonic() + _SPARES_AFTER
-        while self._alive or reported:
-            ready = self._select(min(until, spares_at) - time.monotonic())
+        self._until, reported, spares_at = inf, False, time.monotonic() + _SPARES_AFTER
+        while self._alive or (reported and self._peers and not self._peers.is_alone):
+            ready = self._select(min(self._until, spares_at) - time.monotonic())
             if time.monotonic() > spares_at:
                 self._request_spares()
                 ready, spares_at = [], inf
@@ -220,10 +219,10 @@ class Supervisor:
                     if self._peers is None or self._rank == 0:
                         return self._decide(loss)
                     self._peers.send(lost=loss, attempt=self._attempt)
-                    until, reported = time.monotonic() + _ANSWER, True
-                elif rank.code and until == inf:
-                    until = time.monotonic() + _GRACE
-            if time.monotonic() > until:
+                    self._until, reported = time.monotonic() + _ACKNOWLEDGED, True
+                elif rank.code and self._until == inf:
+                    self._until = time.monotonic() + _GRACE
+            if time.monotonic() > self._until:
                 if self._alive:
                     numbers = ", ".join(str(rank.number) for rank in self._alive)
                     self._report(f"Ranks still running {_GRACE:.0f} s after another one has failed: {numbers}. They are ended.")
@@ -235,21 +234,14 @@ class Supervisor:
     def _alive(self) -> list[Rank]:
         return [rank for rank in self._ranks if rank.status is None]
 
-    def _select(self, seconds: float) -> list[object]:
+    def _select(self, seconds: float) -> list[Input]:
         """Waits for a message, a signal or a child's end, or so long; returns what is ready to be read."""
-        inputs: dict[int, object] = {
-            each.fileno(): each for each in (self._socket, *(self._peers.inputs() if self._peers else ()))
-        }
-        inputs[self._wake] = self._wake
-        poll = select.poll()  # `select.select` knows 1,024 of them
-        for number in inputs:
-            poll.register(number, select.POLLIN)
-        ready = [inputs[number] for number, _ in poll.poll(None if seconds == inf else 1000 * max(0.0, seconds))]
+        ready = readable([self._socket, self._wake, *(self._peers.inputs() if self._peers else ())], seconds)
         if self._wake in ready:
             os.read(self._wake, 1 << 12)
         return ready
 
-    def _answer(self, ready: list[object]) -> bool | None:
+    def _answer(self, ready: list[Input]) -> bool | None:
         """Handles messages. Returns whether the ranks are to be started again, where one of them decides that."""
         messages, self._early = self._early, []
         for facts in [*messages, *([self._receive()] if self._socket in ready else [])]:
@@ -262,16 +254,21 @@ class Supervisor:
                     os.kill(rank.pid, signal.SIGTERM)
             if self._peers is not None and "secret" in facts:
                 others = int(str(facts["ranks"])) - 1
-                self._peers.connect(str(facts["address"]), int(str(facts["port"])), str(facts["secret"]), others)
+                place = str(facts["address"]), int(str(facts["port"]))
+                self._peers.connect(*place, str(facts["secret"]), others, self._rank, self._host)
         received = [*self._peers.messages(ready)] if self._peers else []
         if self._rank == 0:
             losses = [str(message["lost"]) for message in received if "lost" in message and message["attempt"] == self._attempt]
             return self._decide(losses[0]) if losses else None
+        for message in received:
+            if "roll" in message and self._peers is not None:
+                self._peers.send(roll=message["roll"], rank=self._rank)
+                self._until = time.monotonic() + _ANSWER
         for message in received[::-1]:  # the last one counts: the ranks may have been lost again meanwhile
             if "restart" in message or "end" in message:
                 self._kill()
-                self._given_up = "end" in message
-                self._attempt = int(str(message.get("restart", 0))) - 1
+                self._attempt, without = int(str(message.get("restart", 0))) - 1, message.get("without")
+                self._given_up = "end" in message or not self._renumber(without if isinstance(without, list) else [])
                 return not self._given_up
         return None
 
@@ -294,6 +291,13 @@ class Supervisor:
                 return
             self._early += [message] if message else []
 
+    def _end_spares(self) -> None:
+        for pid in self._spares:
+            kill_with_children(pid)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+        self._spares = []
+
     def _reap(self) -> list[Rank]:
         """Returns the ranks that have ended. Orphans of ranks become this process's children; it reaps and ignores them."""
         alive, ended = {rank.pid: rank for rank in self._alive}, []
@@ -312,17 +316,60 @@ class Supervisor:
 
     def _decide(self, loss: str) -> bool:
         """Ends all ranks, as one is lost; returns whether they are started again, and has the other supervisors do the same."""
+        missing = self._peers.call_roll(self._attempt) if self._peers else set()
+        silent = sorted({self._peers.hosts().get(rank, "") for rank in missing} if self._peers else ())
+        if any(silent):
+            loss = f"{loss} No answer from {', '.join(silent)}."
         self._kill()
         for rank in self._ranks:
             if rank.number == 0 and self._life is not None:
                 stop = {"event": "stop", "time": round(time.time(), 3), "step": None, "state": "killed", "why": loss}
                 with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
                     add_stop(self._life, rank.pid, json.dumps(stop))
-        restart = self._may_restart(loss)
+        without = self._dispensable_nodes(missing)
+        restart = self._may_restart(loss, without)
         self._given_up = not restart
         if self._peers is not None:
-            self._peers.send(**({"restart": self._attempt + 1} if restart else {"end": True}))
+            self._peers.send(**({"restart": self._attempt + 1, "without": without} if restart else {"end": True}))
+            if restart:
+                self._renumber(without or [])
         return restart
+
+    def _dispensable_nodes(self, missing: set[int]) -> list[int] | None:
+        """Returns the nodes of ranks whose supervisors are missing, if the run can resume without them; otherwise None.
+
+        It can where torchrun was started with a range of nodes, these nodes are lost as a whole, and enough are left.
+        """
+        if self._peers is None or (self._peers.hosts() and not missing):
+            return []
+        least, _, most = os.environ.get("PROJECT_NODES", "").partition(":")
+        if not self._peers.hosts() or not most:
+            return None
+        nodes = sorted({rank // self._on_each_node for rank in missing})
+        lost = len(nodes) * self._on_each_node
+        enough = self._world_size - lost >= int(least) * self._on_each_node
+        return nodes if len(missing) == lost and enough else None
+
+    @property
+    def _on_each_node(self) -> int:
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    def _renumber(self, without: list[int]) -> bool:
+        """Gives the ranks new numbers, as the run resumes without some nodes. Returns False if this one is among these."""
+        each = self._on_each_node
+        left = [rank for rank in range(self._world_size) if rank // each not in without]
+        if not without or self._peers is None or self._rank not in left:
+            return not without
+        numbers = {rank: number for number, rank in enumerate(left)}
+        self._peers.renumber(numbers)
+        self._rank, self._world_size = numbers[self._rank], len(left)
+        rank, ranks, node, nodes = map(str, (self._rank, len(left), self._rank // each, len(left) // each))
+        self._numbers = {"RANK": rank, "WORLD_SIZE": ranks, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": ranks}
+        self._numbers |= {"GROUP_RANK": node, "GROUP_WORLD_SIZE": nodes}
+        self._end_spares()  # which may have made their objects for the former number of ranks
+        with suppress(OSError):  # for torchrun's agent, who would wait for all nodes at the end
+            nodes_file(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(nodes)
+        return True
 
     def _kill(self) -> None:
         """Kills all ranks, with their wardens, loader processes and what they left behind, and waits for their end."""
@@ -337,19 +384,20 @@ class Supervisor:
                 raise SystemExit(TRY_AGAIN)
             time.sleep(0.002)
 
-    def _may_restart(self, loss: str) -> bool:
-        """Returns whether the ranks are started again after a loss, and reports it."""
+    def _may_restart(self, loss: str, without: list[int] | None) -> bool:
+        """Returns whether the ranks are started again after a loss, and reports it. `without`: see `_dispensable_nodes`."""
         states = sorted(path.name for path in self._memory.glob("step-*.ckpt")) if self._memory else []
         refusal = self._losses.add(loss, states[-1] if states else "")
         if self._requested is not None:
             return False
         if not refusal and self._server.poll() is not None:
             refusal = "The process from which ranks are forked has ended"
-        if self._peers is not None and not self._peers.complete:
+        if without is None:
             self._report(f"{loss} Not all supervisors are there: not restarted here. The same command resumes the run.")
             return False
         again = f"{refusal}: not restarted. The same command resumes the run."
-        self._report(f"{loss} {again if refusal else f'All ranks resume (restart {self._losses}).'}")
+        ranks = f"The other {self._world_size - len(without) * self._on_each_node}" if without else "All"
+        self._report(f"{loss} {again if refusal else f'{ranks} ranks resume (restart {self._losses}).'}")
         return not refusal
 
     def _report(self, text: str) -> None:
@@ -358,6 +406,11 @@ class Supervisor:
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} WARNING {text}", file=sys.stderr, flush=True)
         if self._life is not None:
             add_to_log(self._life, "WARNING", text)
+
+
+def nodes_file(error_file: str) -> Path:
+    """Returns the file that has the number of the nodes that are left, beside the one in which torchrun expects an error."""
+    return Path(error_file).with_name("nodes")
 
 
 def _memory_folder() -> Path | None:

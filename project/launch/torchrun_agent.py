@@ -12,10 +12,11 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from project.errors import TRY_AGAIN, WRONG, UserError
+from project.launch.supervisor import nodes_file
 from project.survive.exit import exit_fast
 
 if TYPE_CHECKING:
@@ -34,19 +35,30 @@ def exit_code(failures: Mapping[int, "ProcessFailure"]) -> int:
     return int(first.exitcode if first.exitcode >= 0 else 128 - first.exitcode)
 
 
-def end_after_usage() -> None:
-    """Makes the agent of this process end with 2 where a worker has: a restart would only report the same again."""
+def heed_workers() -> None:
+    """Makes the agent of this process end with 2 where a worker has: a restart would only report the same again. And at the end
+    it waits for the agents of those nodes that the run still has.
+    """
     from torch.distributed.elastic.multiprocessing import PContext
+    from torch.distributed.elastic.utils import store
 
-    wait = PContext.wait
+    wait, barrier = PContext.wait, store.barrier
+    left: list[int] = []
 
     def wait_or_end(self: PContext, timeout: float = -1, period: float = 1) -> "RunProcsResult | None":
         result = wait(self, timeout, period)
         if result is not None and result.is_failed() and exit_code(result.failures) == WRONG:
             raise SystemExit(WRONG)  # the agent ends its other workers, and the worker has said why
+        if result is not None:
+            with suppress(OSError, ValueError):
+                left[:] = [int(nodes_file(self.error_files[0]).read_text())]
         return result
 
+    def barrier_of_those_left(store: object, world_size: int, key_prefix: str, barrier_timeout: float = 300) -> None:
+        barrier(store, min([world_size, *left]), key_prefix, barrier_timeout)
+
     PContext.wait = wait_or_end  # type: ignore[method-assign]
+    store.barrier = barrier_of_those_left  # type: ignore[assignment]
 
 
 def main() -> None:
@@ -63,7 +75,7 @@ def main() -> None:
     from project.launch.agent_rendezvous import guard, run_clock
 
     guard()
-    end_after_usage()
+    heed_workers()
     clock: AbstractContextManager[None] = nullcontext()
     words = sys.argv[1:]
     if words[:1] == ["--clock"]:

@@ -85,11 +85,15 @@ def test_a_rank_that_is_killed_is_replaced_by_its_supervisor(alone, hosts, tmp_p
     assert_same_curve(tmp_path, alone)
 
 
-def test_a_host_is_lost_and_comes_back(alone, hosts, tmp_path):
-    """Of NNODES=1:3, h3 is killed with all that runs on it; two go on; it returns, and they are three again."""
+@pytest.mark.parametrize("supervised", [False, True])
+def test_a_host_is_lost_and_comes_back(alone, hosts, tmp_path, supervised):
+    """Of NNODES=1:3, h3 is killed with all that runs on it; two go on; it returns, and they are three again. Supervisors go on
+    by themselves, and their agents know nothing of it.
+    """
     # A test need not be as patient as a cluster: h3 is there at the start, and is lost for certain.
     patience = {"RDZV_CONF": "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"}
-    running = [launch(host, tmp_path, *FIT, slowly(0.05), nodes="1:3", **patience) for host in hosts]
+    words = (*FIT, slowly(0.05), *(["--recover.restarts=3", "--recover.every_n_steps=2"] * supervised))
+    running = [launch(host, tmp_path, *words, nodes="1:3", **patience) for host in hosts]
     speaker = tmp_path / "h1.txt"
 
     def are(count: int, times: int = 1) -> None:
@@ -105,14 +109,36 @@ def test_a_host_is_lost_and_comes_back(alone, hosts, tmp_path):
     are(2)
     took("a host of three is lost: two train again after", time.monotonic() - struck)
     assert "Resumes from" in speaker.read_text()
+    assert ("No answer from h3. The other 2 ranks resume (restart 1 of 3)." in speaker.read_text()) is supervised
     reached = step(tmp_path)
     wait_until(lambda: step(tmp_path) >= reached + 5, 120, lambda: printed(tmp_path))
-    running[2] = launch(hosts[2], tmp_path, *FIT, slowly(0.05), nodes="1:3", **patience)
+    running[2] = launch(hosts[2], tmp_path, *words, nodes="1:3", **patience)
     back = time.monotonic()
     are(3, times=2)
     took("it is started again: three train after", time.monotonic() - back)
     assert [one.wait(180) for one in running] == [0, 0, 0], printed(tmp_path)
     assert_same_curve(tmp_path, alone)
+
+
+def test_supervisors_resume_without_a_host_that_is_silent(hosts, tmp_path):
+    """h2, whose ranks are in the middle, loses its link. At the end the agents of the others don't wait for its agent."""
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    alone.mkdir()
+    together.mkdir()
+    fit = (*FIT, "--data.batch_size=2", "--run=it")  # four and six ranks can make a global batch
+    assert forked(alone, *fit).code == 0
+    words = (*fit, slowly(0.05), "--recover.restarts=3", "--recover.every_n_steps=2", "--watchdog.at_least=3")
+    running = [launch(host, together, *words, nodes="2:3", NPROC_PER_NODE="2") for host in hosts]
+    speaker = together / "h1.txt"
+    wait_until(lambda: step(together) >= 15, 120, lambda: printed(together))
+    hosts[1].cut()
+    wait_until(lambda: "2 hosts x 2 processes" in speaker.read_text(), 120, lambda: printed(together))
+    assert "No answer from h2. The other 4 ranks resume (restart 1 of 3)." in speaker.read_text()
+    (together / "hurry").touch()
+    assert [running[number].wait(120) for number in (0, 2)] == [0, 0], printed(together)
+    assert_same_curve(together, Run(0, "", alone).curve("train/loss"))
+    hosts[1].mend()
+    assert running[1].wait(180) != 0, printed(together)
 
 
 @pytest.mark.faults

@@ -136,10 +136,10 @@ def test_a_run_that_was_killed_goes_on(folders, module, step, ranks):
     resumed = forked(killed, *words, fault, ranks=ranks)
     assert resumed.code == 0, resumed.output
     assert re.search(r"Resumes from .*: epoch \d, step [1-9] of it", resumed.output), resumed.output
+    assert curves(killed) == curves(whole)  # first, as it names the step
     ours, theirs = newest(killed), newest(whole)
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "position"):
         assert same(ours[part], theirs[part]), part
-    assert curves(killed) == curves(whole)
 
 
 @pytest.mark.parametrize(("module", "tags"), [("gpt", ["train/loss", "val/loss"]), ("automatic", ["loss_step", "loss_epoch"])])
