@@ -80,6 +80,8 @@ class Peers:
         self._secret = ""
         self._expected = 0
         self._hosts: dict[int, str] = {}
+        self.is_any_done = False
+        """Whether another supervisor has ended by itself: its rank has come to an end, good or bad."""
         self.connected: list[Peer] = []
 
     @property
@@ -137,7 +139,7 @@ class Peers:
             self.connected[0].send(rank=rank, host=host)
 
     def messages(self, ready: list[Input]) -> Iterator[Mapping[str, object]]:
-        """Yields what has arrived, and forgets supervisors that have ended: the roll tells that one is missing."""
+        """Yields what has arrived, {"gone": rank} for each supervisor that is gone before it said that it is done."""
         if self._listener in ready and self._listener is not None:
             with suppress(OSError):
                 connection = self._listener.accept()[0]
@@ -150,10 +152,13 @@ class Peers:
             for message in messages or ():
                 if "host" in message:
                     self._hosts[peer.rank] = str(message["host"])
+                self.is_any_done |= "done" in message
                 yield message
             if messages is None:
                 self.connected.remove(peer)
                 peer.connection.close()
+                if peer.rank >= 0 and not self.is_any_done:
+                    yield {"gone": peer.rank}
 
     def send(self, **message: object) -> None:
         """Sends a message to all that are connected."""

@@ -23,6 +23,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain
 from math import inf
 from pathlib import Path
 
@@ -56,6 +57,7 @@ _WITHOUT_PROGRESS, _OUT_OF_MEMORY = 3, 2  # starts in a row that come no further
 _LOOK = 0.5  # seconds between two looks whether the fork server lives
 _LAST_WAIT = 60.0  # seconds for killed ranks to end
 _ACKNOWLEDGED, _ANSWER = 10.0, 90.0  # seconds that another supervisor waits for the first one's roll call, and its decision
+_DYING = 1.0  # seconds that the processes of a host take to die
 _LONGEST_MESSAGE = 1 << 16
 _SHM, _PREFIX = Path("/dev/shm"), "samerun-state-"
 
@@ -178,6 +180,8 @@ class Supervisor:
             return code if code >= 0 else 128 - code
         while self._run_once():
             self._attempt += 1
+        if self._peers is not None:
+            self._peers.send(done=True)
         self._socket.close()  # by which the fork server ends
         self._server.wait()
         self._end_spares()
@@ -259,6 +263,9 @@ class Supervisor:
         received = [*self._peers.messages(ready)] if self._peers else []
         if self._rank == 0:
             losses = [str(message["lost"]) for message in received if "lost" in message and message["attempt"] == self._attempt]
+            for gone in [int(str(message["gone"])) for message in received if "gone" in message]:
+                if self._peers is not None and self._dispensable_nodes({*self._ranks_beside(gone)}):
+                    losses.append(f"Rank {gone} on {self._peers.hosts()[gone]} is lost, with its supervisor.")
             return self._decide(losses[0]) if losses else None
         for message in received:
             if "roll" in message and self._peers is not None:
@@ -316,7 +323,10 @@ class Supervisor:
 
     def _decide(self, loss: str) -> bool:
         """Ends all ranks, as one is lost; returns whether they are started again, and has the other supervisors do the same."""
-        missing = self._peers.call_roll(self._attempt) if self._peers else set()
+        missing, until = self._peers.call_roll(self._attempt) if self._peers else set(), time.monotonic() + _DYING
+        while self._peers and missing != {*chain(*map(self._ranks_beside, missing))} and time.monotonic() < until:
+            time.sleep(0.1)  # where a host goes down, one of its processes may outlive the other
+            missing = self._peers.call_roll(self._attempt)
         silent = sorted({self._peers.hosts().get(rank, "") for rank in missing} if self._peers else ())
         if any(silent):
             loss = f"{loss} No answer from {', '.join(silent)}."
@@ -345,14 +355,19 @@ class Supervisor:
         least, _, most = os.environ.get("PROJECT_NODES", "").partition(":")
         if not self._peers.hosts() or not most:
             return None
-        nodes = sorted({rank // self._on_each_node for rank in missing})
-        lost = len(nodes) * self._on_each_node
-        enough = self._world_size - lost >= int(least) * self._on_each_node
-        return nodes if len(missing) == lost and enough else None
+        lost = {*chain(*map(self._ranks_beside, missing))}
+        enough = self._world_size - len(lost) >= int(least) * self._on_each_node
+        is_whole = lost == missing and not self._peers.is_any_done
+        return sorted({rank // self._on_each_node for rank in missing}) if is_whole and enough else None
 
     @property
     def _on_each_node(self) -> int:
         return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    def _ranks_beside(self, rank: int) -> range:
+        """Returns the ranks of a rank's node."""
+        first = rank // self._on_each_node * self._on_each_node
+        return range(first, first + self._on_each_node)
 
     def _renumber(self, without: list[int]) -> bool:
         """Gives the ranks new numbers, as the run resumes without some nodes. Returns False if this one is among these."""
