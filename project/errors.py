@@ -9,6 +9,9 @@ SMALLER_BATCH = "the micro-batch does not fit. Set data.batch_size lower; data.g
 TRY_AGAIN = 75
 """A temporary failure, as in sysexits.h. The same command resumes the run."""
 
+LEFT_OUT = 69
+"""A host that is not used any more, EX_UNAVAILABLE in sysexits.h: the run resumes without it."""
+
 
 class UserError(ValueError):
     """Raised for what the user wrote, or a machine that the user runs on: its message is the cause and the fix, on one line.

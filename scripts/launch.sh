@@ -107,6 +107,8 @@ if [ "$most" -gt 1 ]; then
     --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "${RUN_ID:-none}"
     --rdzv-conf "$conf${RDZV_CONF:+,$RDZV_CONF}" --local-addr "$address"
   )
+  # Where the hosts of an elastic run are cut apart, the part that reaches the agents' store goes on.
+  [ -z "$elastic" ] || { [ "$is_master" = 1 ] && export PROJECT_STORE=here || export PROJECT_STORE=$MASTER_ADDR:$MASTER_PORT; }
   this="$(uname -n)${PROJECT_NODE:+ on $PROJECT_NODE}, $address"
   clock=(--clock "$is_master" "$MASTER_ADDR" "$MASTER_PORT" "$JOIN_TIMEOUT")  # one for all agents
 else

@@ -6,6 +6,7 @@ signs what these say to each other: nothing is parsed that is not signed. When a
 roll: a host that was cut off keeps its connection, and answers nothing.
 """
 
+import os
 import resource
 import select
 import socket
@@ -16,13 +17,14 @@ from contextlib import suppress
 from math import inf
 from typing import TypeAlias
 
+from project.launch.nodes import HERE, STORE
 from project.survive.hang.warden import SEAL, Opener, sealer
 
 _LENGTH = struct.Struct(">I")
 _LONGEST = 1 << 14  # bytes of a message
 _STRANGERS = 8  # connections that have not yet sent a signed message
 _PATIENCE = 10.0  # seconds to connect or to send
-_ROLL = 1.5  # seconds to answer; a supervisor only waits for messages
+_KEEP_ALIVE = 60  # seconds of silence after which the kernel asks whether the other end is there
 
 Message = dict[str, object]
 Input: TypeAlias = "int | socket.socket | Peer"
@@ -31,10 +33,12 @@ Input: TypeAlias = "int | socket.socket | Peer"
 class Peer:
     """Represents a connection to another supervisor."""
 
-    def __init__(self, connection: socket.socket, secret: str) -> None:
+    def __init__(self, connection: socket.socket, secret: str, opener: Opener) -> None:
         connection.settimeout(_PATIENCE)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # or a firewall forgets it within hours of silence
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE)
         self.connection, self.rank = connection, -1
-        self._seal, self._opener, self._unread = sealer(secret), Opener(secret), b""
+        self._seal, self._opener, self._unread = sealer(secret), opener, b""
 
     def fileno(self) -> int:
         return self.connection.fileno()
@@ -80,8 +84,10 @@ class Peers:
         self._secret = ""
         self._expected = 0
         self._hosts: dict[int, str] = {}
+        self.needed: set[int] = set()
+        """The ranks on the host of the store in which torchrun's agents meet, where this is not that host."""
         self.is_any_done = False
-        """Whether another supervisor has ended by itself: its rank has come to an end, good or bad."""
+        """Says that another supervisor has ended by itself: its rank has come to an end, good or bad."""
         self.connected: list[Peer] = []
 
     @property
@@ -98,15 +104,22 @@ class Peers:
         """Returns the host of each other rank, of the first supervisor; {} until all have joined it."""
         return self._hosts if len(self._hosts) == self._expected else {}
 
-    def call_roll(self, attempt: int) -> set[int]:
-        """Asks the other supervisors for an answer, and returns the ranks whose supervisors don't give one in time."""
-        missing, until = {*self._hosts}, time.monotonic() + _ROLL
+    def call_roll(self, attempt: int, seconds: float) -> tuple[set[int], list[tuple[str, str]]]:
+        """Asks the other supervisors for an answer. Returns the ranks of those that give none in time, or, where no time is
+        given, are not connected; and the losses of killed ranks that arrive meanwhile, with the rank's host.
+        """
+        missing, reports, until = {*self._hosts}, [], time.monotonic() + seconds
         self.send(roll=attempt)
-        while missing & {peer.rank for peer in self.connected} and (left := until - time.monotonic()) > 0:
+        while missing & {*self._ranks()} and (left := until - time.monotonic()) > 0:
             for message in self.messages(readable(self.inputs(), left)):
                 if message.get("roll") == attempt:
                     missing.discard(int(str(message["rank"])))
-        return missing
+                elif message.get("attempt") == attempt and message.get("where"):
+                    reports.append((str(message["lost"]), str(message["where"])))
+        return missing if seconds else missing - {*self._ranks()}, reports
+
+    def _ranks(self) -> Iterator[int]:
+        return (peer.rank for peer in self.connected)
 
     def renumber(self, numbers: Mapping[int, int]) -> None:
         """Gives the ranks that are left their new numbers, and disconnects all other supervisors."""
@@ -117,7 +130,9 @@ class Peers:
         for peer in self.connected:
             peer.rank = numbers[peer.rank]
         self._hosts = {number: self._hosts[rank] for rank, number in numbers.items() if rank in self._hosts}
-        self._expected = len(self._hosts)
+        self.needed = {numbers[rank] for rank in self.needed if rank in numbers}
+        if self._listener is not None:
+            self._expected = len(self._hosts)
 
     def inputs(self) -> list[Input]:
         """Returns what to wait for."""
@@ -128,15 +143,15 @@ class Peers:
         the second time."""
         if self._secret:
             return
-        self._secret = secret
+        self._secret, self._opener = secret, Opener(secret)
         if self._listener is not None:
             self._expected = others
             return
         self._expected = 1
         with suppress(OSError):
-            self.connected.append(Peer(socket.create_connection((address, port), _PATIENCE), secret))
+            self.connected.append(Peer(socket.create_connection((address, port), _PATIENCE), secret, self._opener))
             self.connected[0].rank = 0
-            self.connected[0].send(rank=rank, host=host)
+            self.connected[0].send(rank=rank, host=host, needed=os.environ.get(STORE) == HERE)
 
     def messages(self, ready: list[Input]) -> Iterator[Mapping[str, object]]:
         """Yields what has arrived, {"gone": rank} for each supervisor that is gone before it said that it is done."""
@@ -144,7 +159,7 @@ class Peers:
             with suppress(OSError):
                 connection = self._listener.accept()[0]
                 if len(self.connected) < self._expected + _STRANGERS:
-                    self.connected.append(Peer(connection, self._secret))
+                    self.connected.append(Peer(connection, self._secret, self._opener))
                 else:
                     connection.close()
         for peer in [peer for peer in self.connected if peer in ready]:
@@ -152,6 +167,7 @@ class Peers:
             for message in messages or ():
                 if "host" in message:
                     self._hosts[peer.rank] = str(message["host"])
+                    self.needed |= {peer.rank} if message["needed"] else set()
                 self.is_any_done |= "done" in message
                 yield message
             if messages is None:

@@ -23,14 +23,15 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import chain
 from math import inf
 from pathlib import Path
 
 from project.cluster.place import MEMORY, host
 from project.config_files import documents, expand, run_config, setting
-from project.errors import TRY_AGAIN
+from project.errors import LEFT_OUT, TRY_AGAIN
 from project.launch.early_start import LAUNCHERS, free_port
+from project.launch.losses import STRIKES, Losses, Strikes
+from project.launch.nodes import Nodes, nodes_file, store_answers
 from project.launch.orphans import LAUNCHER
 from project.launch.peers import Input, Peers, readable
 from project.launch.sweep import with_trial
@@ -44,7 +45,6 @@ ATTEMPT = "PROJECT_ATTEMPT"
 """The environment variable that counts the starts of the ranks, from 0."""
 PORT = "PROJECT_SUPERVISOR_PORT"
 """The environment variable with the port at which the supervisor of the first rank listens, where each rank has its own."""
-
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
 SPARES = b"spares"
@@ -53,11 +53,10 @@ BUILT_SPARES = b"built"
 """The same, where spares also make the objects of the configuration, such as the network, before they are needed."""
 _SPARES_AFTER = 2.0  # seconds: ranks that have just been started need the cores themselves
 _GRACE = 20.0  # seconds that the other ranks have to end by themselves when one has failed
-_WITHOUT_PROGRESS, _OUT_OF_MEMORY = 3, 2  # starts in a row that come no further, before the supervisor gives up
 _LOOK = 0.5  # seconds between two looks whether the fork server lives
 _LAST_WAIT = 60.0  # seconds for killed ranks to end
 _ACKNOWLEDGED, _ANSWER = 10.0, 90.0  # seconds that another supervisor waits for the first one's roll call, and its decision
-_DYING = 1.0  # seconds that the processes of a host take to die
+_ROLL, _DYING = 1.5, 1.0  # seconds that a supervisor has to answer; seconds that the processes of a host take to die
 _LONGEST_MESSAGE = 1 << 16
 _SHM, _PREFIX = Path("/dev/shm"), "samerun-state-"
 
@@ -70,11 +69,16 @@ def restarts(words: list[str]) -> int:
         return 0
     if {"-h", "--help"} & {*words} or any(flag.startswith(("--print_config", "--dry_run")) for flag in words):
         return 0
+    return max(0, _setting_of_recover(words, "restarts", 0))
+
+
+def _setting_of_recover(words: list[str], name: str, default: int) -> int:
+    """Returns a setting of the section `recover` of a command line; the default where it has none, or no number."""
     try:
         expanded = expand(run_config(with_trial(list(words))))
-        return max(0, int(str(setting(expanded, documents(expanded), "recover", "restarts") or 0)))
+        return int(str(setting(expanded, documents(expanded), "recover", name) or default))
     except (ValueError, OSError, AttributeError):  # reported by the parser, which reads all of it
-        return 0
+        return default
 
 
 @dataclass
@@ -98,32 +102,6 @@ class Rank:
         return os.WTERMSIG(self.status) if self.status is not None and os.WIFSIGNALED(self.status) else 0
 
 
-class Losses:
-    """Records how often ranks were lost, and decides whether another start is worth while."""
-
-    def __init__(self, restarts: int) -> None:
-        self._restarts = restarts
-        self._known: list[tuple[str, bool]] = []  # of each: the newest state in memory, and whether memory had run out
-
-    def __str__(self) -> str:
-        return f"{len(self._known)} of {self._restarts}"
-
-    def add(self, loss: str, newest: str) -> str:
-        """Records a loss, and returns why the ranks are not started again, or ''.
-
-        `newest`: the newest state in memory, by which it is known whether the run has made progress in between.
-        """
-        self._known.append((newest, "OOM" in loss))
-        alike = [out_of_memory for state, out_of_memory in self._known if state == newest]
-        if len(self._known) > self._restarts:
-            return f"It was restarted {self._restarts} times (recover.restarts)"
-        if sum(alike) >= _OUT_OF_MEMORY:
-            return f"Memory ran out {sum(alike)} times within the same steps"
-        if len(alike) >= _WITHOUT_PROGRESS:
-            return f"Ranks were lost {len(alike)} times within the same steps"
-        return ""
-
-
 class Supervisor:
     """Starts the ranks of a run, and starts them again, `restarts` times, when one of them is lost.
 
@@ -131,16 +109,19 @@ class Supervisor:
     of the first rank decides for all (`launch/peers.py`).
     """
 
-    def __init__(self, restarts: int, memory: Path | None, rank: int, world_size: int, several_hosts: bool) -> None:
+    def __init__(
+        self, restarts: int, strikes: int, memory: Path | None, rank: int, world_size: int, several_hosts: bool
+    ) -> None:
         """Starts the fork server. `rank`: its first rank; `world_size`: where an engine starts the ranks, their number."""
-        self._memory, self._rank, self._world_size = memory, rank, world_size
+        self._memory, self._rank, self._nodes = memory, rank, Nodes.of_environment(world_size)
         self._numbers: dict[str, str] = {}  # of the ranks, where they are no longer those that the engine gave them
         self._host, self._until = host(), inf
         self._ranks: list[Rank] = []
         self._attempt = 0
         self._requested: int | None = None  # the first signal that asked the run to stop
         self._life: Path | None = None  # the file in which rank 0 records the run's starts and stops
-        self._losses, self._given_up = Losses(restarts), False
+        self._losses, self._strikes = Losses(restarts), Strikes(strikes)
+        self._given_up, self._left_out = False, False
         self._spares: list[int] = []  # the processes of the next start's ranks
         self._early: list[dict[str, object]] = []  # messages of ranks that have come before it was known that they are there
         self._small_builds: set[str] = set()  # the ranks that say that making their objects needs little
@@ -188,7 +169,7 @@ class Supervisor:
         if self._given_up:
             if self._life is not None:
                 start_report(self._life)
-            return TRY_AGAIN
+            return LEFT_OUT if self._left_out else TRY_AGAIN
         failed = [rank.code for rank in self._ranks if rank.code]
         by_themselves = [code for code in failed if code < 128 and code != TRY_AGAIN]
         return next(iter(by_themselves or failed), 0)
@@ -220,16 +201,19 @@ class Supervisor:
             for rank in self._reap():
                 loss = self._describe_loss(rank)
                 if loss and not reported:
+                    where = self._host if rank.killed_by else ""
                     if self._peers is None or self._rank == 0:
-                        return self._decide(loss)
-                    self._peers.send(lost=loss, attempt=self._attempt)
-                    self._until, reported = time.monotonic() + _ACKNOWLEDGED, True
+                        return self._decide(loss, where)
+                    self._peers.send(lost=loss, where=where, attempt=self._attempt)
+                    reported = True
+                    if self._until == inf:  # else the roll has been called
+                        self._until = time.monotonic() + _ACKNOWLEDGED
                 elif rank.code and self._until == inf:
                     self._until = time.monotonic() + _GRACE
             if time.monotonic() > self._until:
                 if self._alive:
                     numbers = ", ".join(str(rank.number) for rank in self._alive)
-                    self._report(f"Ranks still running {_GRACE:.0f} s after another one has failed: {numbers}. They are ended.")
+                    self._report(f"Ranks still running long after another one has failed: {numbers}. They are ended.")
                     self._kill()
                 break
         return False
@@ -262,20 +246,28 @@ class Supervisor:
                 self._peers.connect(*place, str(facts["secret"]), others, self._rank, self._host)
         received = [*self._peers.messages(ready)] if self._peers else []
         if self._rank == 0:
-            losses = [str(message["lost"]) for message in received if "lost" in message and message["attempt"] == self._attempt]
+            reports = [message for message in received if "lost" in message and message["attempt"] == self._attempt]
+            losses = [(str(message["lost"]), str(message["where"])) for message in reports]
             for gone in [int(str(message["gone"])) for message in received if "gone" in message]:
-                if self._peers is not None and self._dispensable_nodes({*self._ranks_beside(gone)}):
-                    losses.append(f"Rank {gone} on {self._peers.hosts()[gone]} is lost, with its supervisor.")
-            return self._decide(losses[0]) if losses else None
+                if self._peers is not None and self._nodes.can_spare(self._nodes.with_all_of_their_nodes({gone})):
+                    losses.append((f"Rank {gone} on {self._peers.hosts()[gone]} is lost, with its supervisor.", ""))
+            return self._decide(*losses[0]) if losses else None
         for message in received:
             if "roll" in message and self._peers is not None:
                 self._peers.send(roll=message["roll"], rank=self._rank)
                 self._until = time.monotonic() + _ANSWER
+            elif "gone" in message:  # rank 0, without which no rank can get far
+                self._until = min(self._until, time.monotonic() + _GRACE)
         for message in received[::-1]:  # the last one counts: the ranks may have been lost again meanwhile
             if "restart" in message or "end" in message:
                 self._kill()
-                self._attempt, without = int(str(message.get("restart", 0))) - 1, message.get("without")
-                self._given_up = "end" in message or not self._renumber(without if isinstance(without, list) else [])
+                self._attempt, missing = int(str(message.get("restart", 0))) - 1, message.get("without")
+                missing = {*missing} if isinstance(missing, list) else set()
+                self._given_up = "end" in message or self._rank in missing
+                left_out = message.get("left_out")
+                self._left_out = self._rank in missing and isinstance(left_out, list) and self._host in left_out
+                if not self._given_up:
+                    self._renumber(missing)
                 return not self._given_up
         return None
 
@@ -299,6 +291,7 @@ class Supervisor:
             self._early += [message] if message else []
 
     def _end_spares(self) -> None:
+        """Ends the spares, and waits for that: the fork server forks others when they are needed."""
         for pid in self._spares:
             kill_with_children(pid)
             with suppress(ChildProcessError):
@@ -321,14 +314,17 @@ class Supervisor:
             return f"rank {rank.number} on {self._host} was killed by signal {rank.killed_by}{rank.oom_kills}."
         return f"rank {rank.number} on {self._host} lost another rank." if rank.code == TRY_AGAIN else ""
 
-    def _decide(self, loss: str) -> bool:
-        """Ends all ranks, as one is lost; returns whether they are started again, and has the other supervisors do the same."""
-        missing, until = self._peers.call_roll(self._attempt) if self._peers else set(), time.monotonic() + _DYING
-        while self._peers and missing != {*chain(*map(self._ranks_beside, missing))} and time.monotonic() < until:
-            time.sleep(0.1)  # where a host goes down, one of its processes may outlive the other
-            missing = self._peers.call_roll(self._attempt)
-        silent = sorted({self._peers.hosts().get(rank, "") for rank in missing} if self._peers else ())
-        if any(silent):
+    def _decide(self, loss: str, where: str) -> bool:
+        """Ends all ranks, as one is lost; returns whether they are started again, and has the other supervisors do the same.
+
+        `where`: the host on which it was killed, if it was.
+        """
+        missing, reports = self._call_roll()
+        if not where and reports:  # of a rank that was killed: the others have lost it
+            loss, where = reports[0]
+        hosts = self._peers.hosts() if self._peers else {}
+        silent = sorted({hosts[rank] for rank in missing if rank in hosts})
+        if silent:
             loss = f"{loss} No answer from {', '.join(silent)}."
         self._kill()
         for rank in self._ranks:
@@ -336,55 +332,52 @@ class Supervisor:
                 stop = {"event": "stop", "time": round(time.time(), 3), "step": None, "state": "killed", "why": loss}
                 with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
                     add_stop(self._life, rank.pid, json.dumps(stop))
-        without = self._dispensable_nodes(missing)
-        restart = self._may_restart(loss, without)
+        culprits = [] if self._requested is not None else silent or [where] * bool(where)
+        left_out: list[str] = []
+        for bad, times in self._strikes.add(culprits, self._life).items():
+            loss = f"{loss} {bad} has lost ranks {times} times within an hour."
+            struck = {rank for rank in hosts if hosts[rank] == bad}
+            if self._peers and struck and not struck & self._peers.needed and self._nodes.can_spare(missing | struck):
+                missing, left_out = missing | struck, [*left_out, bad]
+        restart = self._may_restart(loss, missing)
         self._given_up = not restart
         if self._peers is not None:
-            self._peers.send(**({"restart": self._attempt + 1, "without": without} if restart else {"end": True}))
-            if restart:
-                self._renumber(without or [])
+            without = {"without": sorted(missing), "left_out": left_out}
+            self._peers.send(**({"restart": self._attempt + 1, **without} if restart else {"end": True}))
+        if restart:
+            self._renumber(missing)
         return restart
 
-    def _dispensable_nodes(self, missing: set[int]) -> list[int] | None:
-        """Returns the nodes of ranks whose supervisors are missing, if the run can resume without them; otherwise None.
+    def _call_roll(self) -> tuple[set[int], list[tuple[str, str]]]:
+        """Returns the ranks whose supervisors are missing, and killed ranks that were reported meanwhile, with their hosts."""
+        if self._peers is None:
+            return set(), []
+        seconds, until = _ROLL if self._nodes.least else 0.0, time.monotonic() + _DYING
+        missing, reports = self._peers.call_roll(self._attempt, seconds)
+        while self._nodes.with_all_of_their_nodes(missing) != missing and self._nodes.least and time.monotonic() < until:
+            time.sleep(0.1)  # where a host goes down, one of its processes may outlive the other
+            missing = self._peers.call_roll(self._attempt, seconds)[0]
+        return missing, reports
 
-        It can where torchrun was started with a range of nodes, these nodes are lost as a whole, and enough are left.
-        """
-        if self._peers is None or (self._peers.hosts() and not missing):
-            return []
-        least, _, most = os.environ.get("PROJECT_NODES", "").partition(":")
-        if not self._peers.hosts() or not most:
-            return None
-        lost = {*chain(*map(self._ranks_beside, missing))}
-        enough = self._world_size - len(lost) >= int(least) * self._on_each_node
-        is_whole = lost == missing and not self._peers.is_any_done
-        return sorted({rank // self._on_each_node for rank in missing}) if is_whole and enough else None
+    def _has_enough(self, missing: set[int]) -> bool:
+        """Returns whether the supervisors are there that a restart needs: all, or all of those nodes that it can't spare."""
+        if self._peers is None or self._nodes.ranks == 1:
+            return True
+        if not self._peers.hosts() or not missing:
+            return bool(self._peers.hosts())
+        return not self._peers.is_any_done and self._nodes.can_spare(missing) and store_answers()
 
-    @property
-    def _on_each_node(self) -> int:
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-    def _ranks_beside(self, rank: int) -> range:
-        """Returns the ranks of a rank's node."""
-        first = rank // self._on_each_node * self._on_each_node
-        return range(first, first + self._on_each_node)
-
-    def _renumber(self, without: list[int]) -> bool:
-        """Gives the ranks new numbers, as the run resumes without some nodes. Returns False if this one is among these."""
-        each = self._on_each_node
-        left = [rank for rank in range(self._world_size) if rank // each not in without]
-        if not without or self._peers is None or self._rank not in left:
-            return not without
-        numbers = {rank: number for number, rank in enumerate(left)}
+    def _renumber(self, missing: set[int]) -> None:
+        """Gives the ranks new numbers, as the run resumes without some."""
+        if not missing or self._peers is None:
+            return
+        self._nodes, numbers = self._nodes.without(missing)
         self._peers.renumber(numbers)
-        self._rank, self._world_size = numbers[self._rank], len(left)
-        rank, ranks, node, nodes = map(str, (self._rank, len(left), self._rank // each, len(left) // each))
-        self._numbers = {"RANK": rank, "WORLD_SIZE": ranks, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": ranks}
-        self._numbers |= {"GROUP_RANK": node, "GROUP_WORLD_SIZE": nodes}
+        self._rank = numbers[self._rank]
+        self._numbers = self._nodes.environment(self._rank)
         self._end_spares()  # which may have made their objects for the former number of ranks
-        with suppress(OSError):  # for torchrun's agent, who would wait for all nodes at the end
-            nodes_file(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(nodes)
-        return True
+        with suppress(OSError):  # for torchrun's agent, which would wait for all nodes at the end
+            nodes_file(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(self._numbers["GROUP_WORLD_SIZE"])
 
     def _kill(self) -> None:
         """Kills all ranks, with their wardens, loader processes and what they left behind, and waits for their end."""
@@ -399,20 +392,20 @@ class Supervisor:
                 raise SystemExit(TRY_AGAIN)
             time.sleep(0.002)
 
-    def _may_restart(self, loss: str, without: list[int] | None) -> bool:
-        """Returns whether the ranks are started again after a loss, and reports it. `without`: see `_dispensable_nodes`."""
+    def _may_restart(self, loss: str, missing: set[int]) -> bool:
+        """Returns whether the ranks are started again after a loss, without those that are missing, and reports it."""
         states = sorted(path.name for path in self._memory.glob("step-*.ckpt")) if self._memory else []
         refusal = self._losses.add(loss, states[-1] if states else "")
         if self._requested is not None:
             return False
         if not refusal and self._server.poll() is not None:
             refusal = "The process from which ranks are forked has ended"
-        if without is None:
+        if not self._has_enough(missing):
             self._report(f"{loss} Not all supervisors are there: not restarted here. The same command resumes the run.")
             return False
         again = f"{refusal}: not restarted. The same command resumes the run."
-        ranks = f"The other {self._world_size - len(without) * self._on_each_node}" if without else "All"
-        self._report(f"{loss} {again if refusal else f'{ranks} ranks resume (restart {self._losses}).'}")
+        who = f"The run resumes without {len(missing)} of its {self._nodes.ranks} ranks" if missing else "All ranks resume"
+        self._report(f"{loss} {again if refusal else f'{who} (restart {self._losses}).'}")
         return not refusal
 
     def _report(self, text: str) -> None:
@@ -421,11 +414,6 @@ class Supervisor:
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} WARNING {text}", file=sys.stderr, flush=True)
         if self._life is not None:
             add_to_log(self._life, "WARNING", text)
-
-
-def nodes_file(error_file: str) -> Path:
-    """Returns the file that has the number of the nodes that are left, beside the one in which torchrun expects an error."""
-    return Path(error_file).with_name("nodes")
 
 
 def _memory_folder() -> Path | None:
@@ -463,7 +451,8 @@ def supervise(restarts: int) -> int:
     world_size, rank, nodes = (int(variables.get(name) or 0) for name in names)
     memory = _memory_folder()
     try:
-        return Supervisor(restarts, memory, rank, world_size, nodes > 1).run()
+        strikes = _setting_of_recover(sys.argv[1:], "strikes", STRIKES)
+        return Supervisor(restarts, strikes, memory, rank, world_size, nodes > 1).run()
     finally:
         if memory is not None:
             shutil.rmtree(memory, ignore_errors=True)

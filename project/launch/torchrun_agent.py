@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import TYPE_CHECKING
 
-from project.errors import TRY_AGAIN, WRONG, UserError
-from project.launch.supervisor import nodes_file
+from project.errors import LEFT_OUT, TRY_AGAIN, WRONG, UserError
+from project.launch.nodes import nodes_file
 from project.survive.exit import exit_fast
 
 if TYPE_CHECKING:
@@ -35,21 +35,30 @@ def exit_code(failures: Mapping[int, "ProcessFailure"]) -> int:
     return int(first.exitcode if first.exitcode >= 0 else 128 - first.exitcode)
 
 
-def heed_workers() -> None:
-    """Makes the agent of this process end with 2 where a worker has: a restart would only report the same again. And at the end
-    it waits for the agents of those nodes that the run still has.
+def patch_agent() -> None:
+    """Makes the agent of this process end with 2 where a worker has: a restart would only report the same again. Where one has
+    ended as its host is left out of the run, only this agent ends; the others don't wait for it at the end of the run.
     """
-    from torch.distributed.elastic.multiprocessing import PContext
+    from torch.distributed.elastic.multiprocessing import PContext, SignalException
     from torch.distributed.elastic.utils import store
+
+    class LeftOut(SignalException):
+        """Raised on a host that is left out of the run."""
+
+        exit_code = LEFT_OUT
 
     wait, barrier = PContext.wait, store.barrier
     left: list[int] = []
 
     def wait_or_end(self: PContext, timeout: float = -1, period: float = 1) -> "RunProcsResult | None":
         result = wait(self, timeout, period)
-        if result is not None and result.is_failed() and exit_code(result.failures) == WRONG:
+        code = exit_code(result.failures) if result is not None and result.is_failed() else 0
+        if code == WRONG:
             raise SystemExit(WRONG)  # the agent ends its other workers, and the worker has said why
+        if code == LEFT_OUT:
+            raise LeftOut("", signal.SIGTERM)  # after any other end, the agent closes the rendezvous for all
         if result is not None:
+            left.clear()
             with suppress(OSError, ValueError):
                 left[:] = [int(nodes_file(self.error_files[0]).read_text())]
         return result
@@ -75,7 +84,7 @@ def main() -> None:
     from project.launch.agent_rendezvous import guard, run_clock
 
     guard()
-    heed_workers()
+    patch_agent()
     clock: AbstractContextManager[None] = nullcontext()
     words = sys.argv[1:]
     if words[:1] == ["--clock"]:
@@ -90,7 +99,7 @@ def main() -> None:
         try:
             run.main(["--signals-to-handle", ",".join(heard), *words])
         except SignalException as stopped:
-            raise SystemExit(128 + stopped.sigval) from None
+            raise SystemExit(getattr(stopped, "exit_code", 128 + stopped.sigval)) from None
         except ChildFailedError as failed:
             print(failed, file=sys.stderr)
             raise SystemExit(exit_code(failed.failures)) from None

@@ -13,6 +13,7 @@ from project.checkpoints.writing import MemoryWriter, clean_up
 from project.cluster.interfaces import own_address
 from project.errors import UserError
 from project.launch.fork_server import tell_supervisor
+from project.launch.losses import STRIKES
 from project.launch.supervisor import ATTEMPT, PORT
 from project.sharded.strategy import Sharded
 from project.step.ddp import all_gather_objects
@@ -28,13 +29,17 @@ class Recovery(Callback):
         restarts: how often the ranks are started again; with 0 a lost rank ends the run. Under plain Python,
             torchrun, srun and Ray.
         every_n_steps: keep the run's state in memory every so many optimiser steps; None leaves it to the checkpoints on disk.
+        strikes: leave out a host that has lost ranks so many times within an hour, if the run can do without it
+            (scripts/launch.sh with NNODES=MIN:MAX); others are named.
     """
 
-    def __init__(self, restarts: int = 0, every_n_steps: int | None = 10) -> None:
+    def __init__(self, restarts: int = 0, every_n_steps: int | None = 10, strikes: int = STRIKES) -> None:
         if restarts < 0:
             raise UserError(f"recover.restarts is 0 at least, and not {restarts}.")
         if every_n_steps is not None and every_n_steps < 1:
             raise UserError(f"recover.every_n_steps is 1 at least, and not {every_n_steps}. HINT: null for never.")
+        if strikes < 1:
+            raise UserError(f"recover.strikes is 1 at least, and not {strikes}.")
         self.restarts, self.every_n_steps = restarts, every_n_steps
         self.life: Path | None = None
         """The file in which the supervisor records how the run ended, where rank 0 can't."""

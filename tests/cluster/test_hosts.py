@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from project.errors import LEFT_OUT
 from tests.cluster.clock import Clock
 from tests.cluster.hosts import Host
 from tests.cluster.machine import descendants, wait_until
@@ -27,10 +28,9 @@ def launch(host: Host, folder: Path, *words: str, nodes: str | int, **extra: str
     settings = environment(
         PROJECT_PYTHON=sys.executable,
         NNODES=str(nodes),
-        NODE_RANK=str(int(host.name[1:]) - 1),
-        MASTER_ADDR="h1",
+        **({} if ":" in str(nodes) else {"NODE_RANK": str(int(host.name[1:]) - 1)}),
         RUN_ID="it",
-        **{"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1", **extra},
+        **{"MASTER_ADDR": "h1", "NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1", **extra},
     )
     with (folder / f"{host.name}.txt").open("ab") as output:
         return host.start([str(ROOT / "scripts" / "launch.sh"), *words], output, folder, settings)
@@ -109,7 +109,9 @@ def test_a_host_is_lost_and_comes_back(alone, hosts, tmp_path, supervised):
     are(2)
     took("a host of three is lost: two train again after", time.monotonic() - struck)
     assert "Resumes from" in speaker.read_text()
-    assert ("No answer from h3. The other 2 ranks resume (restart 1 of 3)." in speaker.read_text()) is supervised
+    assert (
+        "No answer from h3. The run resumes without 1 of its 3 ranks (restart 1 of 3)." in speaker.read_text()
+    ) is supervised
     reached = step(tmp_path)
     wait_until(lambda: step(tmp_path) >= reached + 5, 120, lambda: printed(tmp_path))
     running[2] = launch(hosts[2], tmp_path, *words, nodes="1:3", **patience)
@@ -133,12 +135,59 @@ def test_supervisors_resume_without_a_host_that_is_silent(hosts, tmp_path):
     wait_until(lambda: step(together) >= 15, 120, lambda: printed(together))
     hosts[1].cut()
     wait_until(lambda: "2 hosts x 2 processes" in speaker.read_text(), 120, lambda: printed(together))
-    assert "No answer from h2. The other 4 ranks resume (restart 1 of 3)." in speaker.read_text()
+    assert "No answer from h2. The run resumes without 2 of its 6 ranks (restart 1 of 3)." in speaker.read_text()
     (together / "hurry").touch()
     assert [running[number].wait(120) for number in (0, 2)] == [0, 0], printed(together)
     assert_same_curve(together, Run(0, "", alone).curve("train/loss"))
-    hosts[1].mend()
-    assert running[1].wait(180) != 0, printed(together)
+
+
+def test_a_host_that_loses_ranks_again_and_again_is_left_out(alone, hosts, tmp_path):
+    """Of the store's host, h1, and of h3: the one that the run can do without. It may come back."""
+    chosen = [
+        json.loads(word.partition("=")[2]) for word in (slowly(0.05), faults({"rank": 2, "step": 7}, {"rank": 2, "step": 20}))
+    ]
+    callbacks = f"--trainer.callbacks={json.dumps([*chosen[0], *chosen[1]])}"
+    words = (*FIT, callbacks, "--run=it", "--recover.restarts=5", "--recover.strikes=2", "--recover.every_n_steps=2")
+    running = [launch(host, tmp_path, *words, nodes="2:3") for host in hosts]
+    assert running[2].wait(240) == LEFT_OUT, printed(tmp_path)
+    speaker = tmp_path / "h1.txt"
+    assert "Rank 2 on h3 was killed by signal 9. All ranks resume (restart 1 of 5)." in speaker.read_text()
+    line = "signal 9. h3 has lost ranks 2 times within an hour. The run resumes without 1 of its 3 ranks (restart 2 of 5)."
+    assert line in speaker.read_text()
+    running[2] = launch(hosts[2], tmp_path, *words, nodes="2:3")
+    wait_until(lambda: speaker.read_text().count("3 hosts x 1 process") == 3, 120, lambda: printed(tmp_path))
+    (tmp_path / "hurry").touch()
+    assert [one.wait(240) for one in running] == [0, 0, 0], printed(tmp_path)
+    assert_same_curve(tmp_path, alone)
+
+
+@pytest.mark.faults
+def test_a_host_that_is_cut_off_from_torchruns_store_does_not_resume_alone(hosts, tmp_path):
+    """h1 has rank 0 and loses its link; the store is on h2, where the others go on. Two runs would write into one folder."""
+    words = (*FIT, slowly(0.05), "--recover.restarts=3", "--watchdog.at_least=3")
+    running = [launch(host, tmp_path, *words, nodes="1:3", MASTER_ADDR="h2") for host in hosts]
+    wait_until(lambda: step(tmp_path) >= 15, 120, lambda: printed(tmp_path))
+    hosts[0].cut()
+    speaker = tmp_path / "h1.txt"
+    wait_until(lambda: "Not all supervisors are there" in speaker.read_text(), 120, lambda: printed(tmp_path))
+    assert "resumes without" not in speaker.read_text()
+    wait_until(lambda: "2 hosts x 1 process" in (tmp_path / "h2.txt").read_text(), 120, lambda: printed(tmp_path))
+    (tmp_path / "hurry").touch()
+    assert [one.wait(240) for one in running[1:]] == [0, 0], printed(tmp_path)
+
+
+@pytest.mark.faults
+def test_a_run_that_is_down_to_one_host_still_replaces_its_rank(alone, hosts, tmp_path):
+    chosen = [json.loads(word.partition("=")[2]) for word in (slowly(0.05), faults({"rank": 0, "step": 40}))]
+    callbacks = f"--trainer.callbacks={json.dumps([*chosen[0], *chosen[1]])}"
+    words = (*FIT, callbacks, "--recover.restarts=3", "--recover.every_n_steps=2")
+    running = [launch(host, tmp_path, *words, nodes="1:2") for host in hosts[:2]]
+    wait_until(lambda: step(tmp_path) >= 15, 120, lambda: printed(tmp_path))
+    hosts[1].kill()
+    assert running[0].wait(240) == 0, printed(tmp_path)
+    assert "The run resumes without 1 of its 2 ranks (restart 1 of 3)." in (tmp_path / "h1.txt").read_text()
+    assert "Rank 0 on h1 was killed by signal 9. All ranks resume (restart 2 of 3)." in (tmp_path / "h1.txt").read_text()
+    assert_same_curve(tmp_path, alone)
 
 
 @pytest.mark.faults

@@ -17,8 +17,9 @@ from jsonargparse import Namespace
 
 from project.cli.config import touches_nothing
 from project.cluster.place import MEMORY
+from project.launch.losses import Losses
 from project.launch.peers import Peers
-from project.launch.supervisor import SUPERVISED, Losses, Supervisor
+from project.launch.supervisor import SUPERVISED, Supervisor
 from project.survive.hang.warden import children
 from tests.cluster.machine import wait_until
 from tests.conftest import ROOT, TINY, environment, forked, program

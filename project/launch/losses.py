@@ -1,0 +1,69 @@
+"""Counts lost ranks: of a run, which is given up when it makes no progress, and of each host, which may be left out."""
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+STRIKES = 3
+"""The default of `recover.strikes`."""
+
+_WITHOUT_PROGRESS, _OUT_OF_MEMORY = 3, 2  # starts in a row that come no further, before the supervisor gives up
+_COUNTED = 3600.0  # seconds for which a host's lost ranks count
+_READ = 1 << 16  # bytes of the file that are read, from its end
+
+
+class Losses:
+    """Records how often ranks were lost, and decides whether another start is worth while."""
+
+    def __init__(self, restarts: int) -> None:
+        self._restarts = restarts
+        self._known: list[tuple[str, bool]] = []  # of each: the newest state in memory, and whether memory had run out
+
+    def __str__(self) -> str:
+        return f"{len(self._known)} of {self._restarts}"
+
+    def add(self, loss: str, newest: str) -> str:
+        """Records a loss, and returns why the ranks are not started again, or ''.
+
+        `newest`: the newest state in memory, by which it is known whether the run has made progress in between.
+        """
+        self._known.append((newest, "OOM" in loss))
+        alike = [out_of_memory for state, out_of_memory in self._known if state == newest]
+        if len(self._known) > self._restarts:
+            return f"It was restarted {self._restarts} times (recover.restarts)"
+        if sum(alike) >= _OUT_OF_MEMORY:
+            return f"Memory ran out {sum(alike)} times within the same steps"
+        if len(alike) >= _WITHOUT_PROGRESS:
+            return f"Ranks were lost {len(alike)} times within the same steps"
+        return ""
+
+
+class Strikes:
+    """Counts the ranks that each host has lost within an hour, in a file of the run: it outlives the supervisors."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def add(self, hosts: Sequence[str], life: Path | None) -> dict[str, int]:
+        """Records a lost rank on each of the hosts. Returns those that have had too many, and how many. `life`: the file of the
+        run's starts and stops, beside which they are kept.
+        """
+        if not hosts or life is None:
+            return {}
+        since, now = time.time() - _COUNTED, round(time.time(), 3)
+        counts: Counter[str] = Counter()
+        with suppress(OSError):
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+            with os.fdopen(os.open(life.with_name("strikes.jsonl"), flags, 0o644), "r+b", buffering=0) as file:
+                file.write("".join(json.dumps({"time": now, "host": host}) + "\n" for host in hosts).encode())
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _READ))
+                lines = file.read(_READ).splitlines()
+            for line in lines:
+                with suppress(ValueError, TypeError, KeyError):  # a line that was cut off
+                    strike = json.loads(line)
+                    counts[str(strike["host"])] += float(strike["time"]) > since
+        return {host: counts[host] for host in sorted({*hosts}) if counts[host] >= self._most}
