@@ -13,10 +13,11 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
+from itertools import chain, repeat
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -49,7 +50,7 @@ class ToldByRankZero(SystemExit):
 
 def reach(address: str, port: int, seconds: float) -> None:
     """Returns once a server listens there; raises a ValueError that names the obstacle."""
-    here, end = host(), time.monotonic() + seconds
+    here, end, pauses = host(), time.monotonic() + seconds, _pauses(0.2)
     while True:
         try:
             socket.create_connection((address, port), timeout=reachability.ATTEMPT).close()
@@ -57,7 +58,12 @@ def reach(address: str, port: int, seconds: float) -> None:
         except OSError as error:
             if time.monotonic() > end:
                 raise FaultError(_unreachable(here, address, port, seconds, error)) from None
-            time.sleep(0.2)
+            time.sleep(next(pauses))
+
+
+def _pauses(longest: float) -> Iterator[float]:
+    """Yields the seconds between looks for another rank: ranks that are started again come within milliseconds."""
+    return chain((pause for doubling in range(20) if (pause := 0.001 * 2**doubling) < longest), repeat(longest))
 
 
 def _unreachable(here: str, address: str, port: int, seconds: float, error: OSError) -> str:
@@ -234,7 +240,7 @@ class Rendezvous:
         return answer
 
     def _await(self, number: int) -> None:
-        end, remind = time.monotonic() + self.seconds, time.monotonic() + _REMIND
+        end, remind, pauses = time.monotonic() + self.seconds, time.monotonic() + _REMIND, _pauses(0.05)
         while missing := [rank for rank in range(self.size) if not self.store.check([f"{number}/{rank}"])]:
             if self.store.check(["problem"]):
                 problem = printable(self.store.get("problem").decode(errors="replace"), _LONGEST)
@@ -249,7 +255,7 @@ class Rendezvous:
             if now > remind:
                 log.warning("Waiting for %s", self._named(missing))
                 remind = now + _REMIND
-            time.sleep(0.05)
+            time.sleep(next(pauses))
 
     def close(self, members: int | None = None) -> None:
         """Keeps rank 0 until those who came have read the last answer: the store ends with its process."""
