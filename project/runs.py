@@ -33,12 +33,12 @@ from project.checkpoints.reading import (
     step_of,
     whole_manifest,
 )
+from project.cluster.place import restarts
 from project.cluster.settings import differing, flat, of_the_same_classes
 from project.config_files import RUNS, folder_of
 from project.errors import FaultError, UserError
 from project.launch.launcher import Launch
 from project.launch.orphans import launcher_pid
-from project.launch.supervisor import ATTEMPT
 from project.masking import masked
 from project.step.monitored import chosen_metric
 from project.untrusted import read_text, read_yaml, shortened, write_text
@@ -168,7 +168,7 @@ class Run:
         """
         words = _words(change)
         checkpoints = self.folder / "checkpoints"
-        if int(os.environ.get(ATTEMPT, "0")):  # the supervisor starts this run again, and not what the command line began with
+        if restarts():  # the supervisor starts this run again, and not what the command line began with
             resume = self._resume_again(resume)
         if resume == "never":
             if checkpoints_in(checkpoints):

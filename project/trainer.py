@@ -32,7 +32,7 @@ from project.checkpoints.callback import checkpoints_of
 from project.cluster.connection import connect_hosts, connect_on_loopback
 from project.cluster.cores import cores
 from project.cluster.memory import keep_freed_memory
-from project.cluster.place import host
+from project.cluster.place import host, restarts
 from project.data.self_dealing import SelfDealing
 from project.doctor.memory_forecast import report
 from project.errors import UserError
@@ -220,7 +220,7 @@ class Trainer(TypedTrainer):
                     "trainer.strategy=sharded has each rank write its part of a checkpoint into one folder, and "
                     "trainer.shared_folder=false has none. HINT: put the runs where all hosts see them."
                 )
-            self.strategy.exact, self.strategy.before_sharding = exact, partial(report, self)
+            self.strategy.exact, self.strategy.before_sharding = exact, None if restarts() else partial(report, self)
             self.strategy.refuse_other_settings(gradient_compression, on_cpu(accelerator))
             for loop in (self.validate_loop, self.test_loop, self.predict_loop):
                 loop.inference_mode = False  # what was gathered so can't be trained with

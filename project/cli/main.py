@@ -30,7 +30,7 @@ from project.cli.class_paths import Refusal, take_functions
 from project.cli.config import HelpAll, Parser, SaveConfig, brought, refuse_odd_sections, save_config, touches_nothing
 from project.cli.verbs import ABOUT
 from project.cluster.connection import close_connections
-from project.cluster.place import host
+from project.cluster.place import ATTEMPT, host
 from project.cluster.settings import flat
 from project.config_files import EVALUATING, RUNS, config_of_run, expand, folder_of, named_configs, run_config, strangers
 from project.data import ImageData
@@ -44,7 +44,6 @@ from project.launch.fork_server import compute_alone, is_fork_server, report_sma
 from project.launch.kubernetes import manifest
 from project.launch.launcher import Launch, LaunchError, detect, rank_said
 from project.launch.manifest import command
-from project.launch.supervisor import ATTEMPT
 from project.launch.sweep import with_trial
 from project.masking import masked
 from project.model import ImageClassifier

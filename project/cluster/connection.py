@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from project.cluster import environment, shared_folder
 from project.cluster.interfaces import Route, use, use_loopback
+from project.cluster.place import restarts
 from project.cluster.rendezvous import Rendezvous, store_at, store_on_loopback
 from project.typed import TypedTrainer
 
@@ -76,7 +77,7 @@ def connect_on_loopback(trainer: TypedTrainer) -> None:
     An agent's store outlives the ranks: those that their supervisors have started again have keys of their own there.
     """
     use_loopback()
-    attempt = int(os.environ.get("PROJECT_ATTEMPT", "0"))
+    attempt = restarts()
     if dist.is_initialized() or (_is_hosted() and not attempt):
         return
     strategy = _strategy(trainer)

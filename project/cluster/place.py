@@ -16,6 +16,13 @@ from project.cluster.cgroups import field
 NODE, IMAGE = "PROJECT_NODE", "PROJECT_IMAGE"
 MEMORY = "PROJECT_MEMORY"
 """Environment variables: the node, the image, and the folder in memory where ranks keep copies of the run's state."""
+ATTEMPT = "PROJECT_ATTEMPT"
+"""The environment variable in which a supervisor counts its starts of the ranks, from 0."""
+
+
+def restarts() -> int:
+    """Returns how often a supervisor has started the ranks of this run again."""
+    return int(os.environ.get(ATTEMPT, "0"))
 
 
 def host(environment: Mapping[str, str] = os.environ) -> str:

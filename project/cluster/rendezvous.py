@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from project.cluster import reachability
 from project.cluster.interfaces import Route, interface_of, is_loopback, resolve, route, source_towards
-from project.cluster.place import host
+from project.cluster.place import host, restarts
 from project.errors import TRY_AGAIN, FaultError
 from project.untrusted import parse_json, printable
 
@@ -163,7 +163,7 @@ class Rendezvous:
         # An agent's store outlives the ranks, and so may that of ranks which a supervisor ends, for a moment. Agents that join
         # later have started their ranks less often.
         starts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if hosted else "0"
-        self.store = PrefixStore(f"rendezvous/{starts}.{os.environ.get('PROJECT_ATTEMPT', '0')}", store)
+        self.store = PrefixStore(f"rendezvous/{starts}.{restarts()}", store)
         with ExitStack() as stack:
             if rank == 0:
                 listener = stack.enter_context(closing(reachability.Listener("127.0.0.1" if one_host else "", f"{host()} 0")))

@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
-from project.cluster.place import MEMORY
+from project.cluster.place import ATTEMPT, MEMORY, restarts
 from project.errors import TRY_AGAIN, UserError
 from project.launch.orphans import end_with_parent
-from project.launch.supervisor import ATTEMPT, BUILT_SPARES, PASSED_ON, SOCKET, SPARES
+from project.launch.supervisor import BUILT_SPARES, PASSED_ON, SOCKET, SPARES
 
 Built = TypeVar("Built")
 
@@ -224,4 +224,4 @@ def tell_supervisor(**facts: object) -> None:
     """Sends facts about the run to the supervisor, where there is one."""
     for supervisor in _SUPERVISOR:
         with suppress(OSError):
-            supervisor.send(json.dumps({**facts, "attempt": int(os.environ[ATTEMPT])}).encode())
+            supervisor.send(json.dumps({**facts, "attempt": restarts()}).encode())

@@ -41,8 +41,6 @@ SOCKET = "PROJECT_FORK_SERVER"
 """The environment variable with the fork server's socket."""
 SUPERVISED = "PROJECT_SUPERVISED"
 """The environment variable with the name of a supervised run, which stays when its ranks are started again."""
-ATTEMPT = "PROJECT_ATTEMPT"
-"""The environment variable that counts the starts of the ranks, from 0."""
 PORT = "PROJECT_SUPERVISOR_PORT"
 """The environment variable with the port at which the supervisor of the first rank listens, where each rank has its own."""
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER

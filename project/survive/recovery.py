@@ -11,10 +11,11 @@ from project.checkpoints.callback import checkpoints_of
 from project.checkpoints.reading import memory_folder
 from project.checkpoints.writing import MemoryWriter, clean_up
 from project.cluster.interfaces import own_address
+from project.cluster.place import ATTEMPT, restarts
 from project.errors import UserError
 from project.launch.fork_server import tell_supervisor
 from project.launch.losses import STRIKES
-from project.launch.supervisor import ATTEMPT, PORT
+from project.launch.supervisor import PORT
 from project.sharded.strategy import Sharded
 from project.step.ddp import all_gather_objects
 from project.typed import typed
@@ -67,4 +68,4 @@ class Recovery(Callback):
             return
         if trainer.is_global_zero:
             clean_up(folder)
-        checkpoints.keep_in_memory(MemoryWriter(folder, trainer), self.every_n_steps, replaces_ranks=os.environ[ATTEMPT] != "0")
+        checkpoints.keep_in_memory(MemoryWriter(folder, trainer), self.every_n_steps, replaces_ranks=restarts() > 0)
