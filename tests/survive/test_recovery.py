@@ -134,6 +134,7 @@ def test_a_run_whose_ranks_are_killed_is_the_run_of_ranks_that_are_not(tmp_path,
     restarts = done.output.count("All ranks resume")
     assert restarts == done.output.count("was killed by signal 9")
     assert 1 <= restarts <= len(strikes)
+    assert done.output.count("Each rank will hold at most") == (run == "sharded")  # not again with each start
     undisturbed = forked(whole, *RUNS[run], faults(), ranks=ranks)
     assert undisturbed.code == 0, undisturbed.output
     assert same(final(killed), final(whole))
