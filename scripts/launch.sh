@@ -36,6 +36,7 @@ port=${MASTER_PORT:-${PET_MASTER_PORT:-0}}  # on one node, any that is free
 MASTER_PORT=${MASTER_PORT:-${PET_MASTER_PORT:-29500}}
 NPROC_PER_NODE=${NPROC_PER_NODE:-${PET_NPROC_PER_NODE:-auto}}
 unset PET_NNODES PET_NODE_RANK PET_MASTER_ADDR PET_MASTER_PORT PET_NPROC_PER_NODE  # torchrun gets them as words
+unset PROJECT_NODES PROJECT_STORE  # of another run, in which this was started
 elastic=
 if [[ $NNODES == *:* ]]; then
   elastic=1
@@ -107,8 +108,11 @@ if [ "$most" -gt 1 ]; then
     --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "${RUN_ID:-none}"
     --rdzv-conf "$conf${RDZV_CONF:+,$RDZV_CONF}" --local-addr "$address"
   )
-  # Where the hosts of an elastic run are cut apart, the part that reaches the agents' store goes on.
-  [ -z "$elastic" ] || { [ "$is_master" = 1 ] && export PROJECT_STORE=here || export PROJECT_STORE=$MASTER_ADDR:$MASTER_PORT; }
+  # Where the hosts of an elastic run are cut apart, the part that reaches the agents' store resumes.
+  if [ -n "$elastic" ]; then
+    export PROJECT_STORE=$MASTER_ADDR:$MASTER_PORT
+    [ "$is_master" -eq 0 ] || PROJECT_STORE=here
+  fi
   this="$(uname -n)${PROJECT_NODE:+ on $PROJECT_NODE}, $address"
   clock=(--clock "$is_master" "$MASTER_ADDR" "$MASTER_PORT" "$JOIN_TIMEOUT")  # one for all agents
 else

@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from project.cluster.place import node_of
+from project.survive.hang.warden import OOM_KILL
+
 STRIKES = 3
 """The default of `recover.strikes`."""
 
 _WITHOUT_PROGRESS, _OUT_OF_MEMORY = 3, 2  # starts in a row that come no further, before the supervisor gives up
-_COUNTED = 3600.0  # seconds for which a host's lost ranks count
-_READ = 1 << 16  # bytes of the file that are read, from its end
+_WINDOW = 3600.0  # seconds for which a host's lost ranks count
+_TAIL = 1 << 16  # bytes of the file that are read, from its end
 
 
 class Losses:
@@ -31,7 +34,7 @@ class Losses:
 
         `newest`: the newest state in memory, by which it is known whether the run has made progress in between.
         """
-        self._known.append((newest, "OOM" in loss))
+        self._known.append((newest, OOM_KILL in loss))
         alike = [out_of_memory for state, out_of_memory in self._known if state == newest]
         if len(self._known) > self._restarts:
             return f"It was restarted {self._restarts} times (recover.restarts)"
@@ -45,8 +48,8 @@ class Losses:
 class Strikes:
     """Counts the ranks that each host has lost within an hour, in a file of the run: it outlives the supervisors."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
 
     def add(self, hosts: Sequence[str], life: Path | None) -> dict[str, int]:
         """Records a lost rank on each of the hosts. Returns those that have had too many, and how many. `life`: the file of the
@@ -54,16 +57,17 @@ class Strikes:
         """
         if not hosts or life is None:
             return {}
-        since, now = time.time() - _COUNTED, round(time.time(), 3)
+        machines = {node_of(host): host for host in hosts}  # a pod that is started again has another name there
+        since, now = time.time() - _WINDOW, round(time.time(), 3)
         counts: Counter[str] = Counter()
         with suppress(OSError):
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
             with os.fdopen(os.open(life.with_name("strikes.jsonl"), flags, 0o644), "r+b", buffering=0) as file:
-                file.write("".join(json.dumps({"time": now, "host": host}) + "\n" for host in hosts).encode())
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _READ))
-                lines = file.read(_READ).splitlines()
+                file.write("".join(json.dumps({"time": now, "host": machine}) + "\n" for machine in machines).encode())
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+                lines = file.read(_TAIL).splitlines()
             for line in lines:
-                with suppress(ValueError, TypeError, KeyError):  # a line that was cut off
+                with suppress(ValueError, TypeError, KeyError, RecursionError, OverflowError):  # cut off, or somebody's
                     strike = json.loads(line)
                     counts[str(strike["host"])] += float(strike["time"]) > since
-        return {host: counts[host] for host in sorted({*hosts}) if counts[host] >= self._most}
+        return {host: counts[machine] for machine, host in machines.items() if counts[machine] >= self._limit}

@@ -12,23 +12,33 @@ HERE = "here"
 
 _PATIENCE = 1.5  # seconds for the store's host to answer
 
+Address = tuple[str, int]
+
 
 def nodes_file(error_file: str) -> Path:
     """Returns the file that has the number of the nodes that are left, beside the one in which torchrun expects an error."""
     return Path(error_file).with_name("nodes")
 
 
-def store_answers() -> bool:
+def store_address() -> Address | None:
+    """Returns the address of the agents' store, where scripts/launch.sh has named it; later, names may not resolve."""
+    name, _, port = os.environ.get(STORE, "").rpartition(":")
+    with suppress(OSError, ValueError):
+        if name:
+            address = socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)[0][4]
+            return str(address[0]), int(address[1])
+    return None
+
+
+def store_answers(address: Address | None) -> bool:
     """Returns whether the agents' store can be reached from here. Where the hosts of a run are cut apart, one part can: only
     that one resumes.
     """
-    place = os.environ.get(STORE, "")
-    address, _, port = place.rpartition(":")
-    with suppress(OSError, ValueError):
-        if place != HERE:
-            socket.create_connection((address, int(port)), _PATIENCE).close()
-        return True
-    return False
+    with suppress(OSError):
+        if address is not None:
+            socket.create_connection(address, _PATIENCE).close()
+            return True
+    return os.environ.get(STORE) == HERE
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,7 @@ class Nodes:
     ranks: int
     ranks_per_node: int = 1
     least: int = 0
-    """The number of nodes that the run needs at least; 0: of those that it has."""
+    """The number of nodes that the run needs at least; 0: all that it has."""
 
     @classmethod
     def of_environment(cls, ranks: int) -> "Nodes":

@@ -85,7 +85,7 @@ class Peers:
         self._expected = 0
         self._hosts: dict[int, str] = {}
         self.needed: set[int] = set()
-        """The ranks on the host of the store in which torchrun's agents meet, where this is not that host."""
+        """The other ranks on the host of the store in which torchrun's agents meet."""
         self.is_any_done = False
         """Says that another supervisor has ended by itself: its rank has come to an end, good or bad."""
         self.connected: list[Peer] = []
@@ -105,8 +105,8 @@ class Peers:
         return self._hosts if len(self._hosts) == self._expected else {}
 
     def call_roll(self, attempt: int, seconds: float) -> tuple[set[int], list[tuple[str, str]]]:
-        """Asks the other supervisors for an answer. Returns the ranks of those that give none in time, or, where no time is
-        given, are not connected; and the losses of killed ranks that arrive meanwhile, with the rank's host.
+        """Asks the other supervisors for an answer. Returns the ranks of those that give none in time, and the losses of killed
+        ranks that arrive meanwhile, with the rank's host. With no seconds, whoever is connected counts as present.
         """
         missing, reports, until = {*self._hosts}, [], time.monotonic() + seconds
         self.send(roll=attempt)
@@ -116,7 +116,9 @@ class Peers:
                     missing.discard(int(str(message["rank"])))
                 elif message.get("attempt") == attempt and message.get("where"):
                     reports.append((str(message["lost"]), str(message["where"])))
-        return missing if seconds else missing - {*self._ranks()}, reports
+        if not seconds:
+            missing -= {*self._ranks()}
+        return missing, reports
 
     def _ranks(self) -> Iterator[int]:
         return (peer.rank for peer in self.connected)
@@ -140,7 +142,8 @@ class Peers:
 
     def connect(self, address: str, port: int, secret: str, others: int, rank: int, host: str) -> None:
         """Connects to the first supervisor, as that of a rank on a host, or lets the `others` connect to this one. Does nothing
-        the second time."""
+        the second time.
+        """
         if self._secret:
             return
         self._secret, self._opener = secret, Opener(secret)

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -31,7 +32,7 @@ from project.config_files import documents, expand, run_config, setting
 from project.errors import LEFT_OUT, TRY_AGAIN
 from project.launch.early_start import LAUNCHERS, free_port
 from project.launch.losses import STRIKES, Losses, Strikes
-from project.launch.nodes import Nodes, nodes_file, store_answers
+from project.launch.nodes import Nodes, nodes_file, store_address, store_answers
 from project.launch.orphans import LAUNCHER
 from project.launch.peers import Input, Peers, readable
 from project.launch.sweep import with_trial
@@ -53,8 +54,8 @@ _SPARES_AFTER = 2.0  # seconds: ranks that have just been started need the cores
 _GRACE = 20.0  # seconds that the other ranks have to end by themselves when one has failed
 _LOOK = 0.5  # seconds between two looks whether the fork server lives
 _LAST_WAIT = 60.0  # seconds for killed ranks to end
-_ACKNOWLEDGED, _ANSWER = 10.0, 90.0  # seconds that another supervisor waits for the first one's roll call, and its decision
-_ROLL, _DYING = 1.5, 1.0  # seconds that a supervisor has to answer; seconds that the processes of a host take to die
+_ACKNOWLEDGEMENT, _ANSWER = 10.0, 90.0  # seconds that another supervisor waits for the first one's roll call, and its decision
+_ROLL, _DEATH = 1.5, 1.0  # seconds that a supervisor has to answer; seconds that the processes of a host take to die
 _LONGEST_MESSAGE = 1 << 16
 _SHM, _PREFIX = Path("/dev/shm"), "samerun-state-"
 
@@ -113,13 +114,15 @@ class Supervisor:
         """Starts the fork server. `rank`: its first rank; `world_size`: where an engine starts the ranks, their number."""
         self._memory, self._rank, self._nodes = memory, rank, Nodes.of_environment(world_size)
         self._numbers: dict[str, str] = {}  # of the ranks, where they are no longer those that the engine gave them
-        self._host, self._until = host(), inf
+        self._host, self._until, self._store = host(), inf, store_address()
         self._ranks: list[Rank] = []
         self._attempt = 0
         self._requested: int | None = None  # the first signal that asked the run to stop
         self._life: Path | None = None  # the file in which rank 0 records the run's starts and stops
         self._losses, self._strikes = Losses(restarts), Strikes(strikes)
         self._given_up, self._left_out = False, False
+        self._has_reported = False  # a loss, to the first supervisor
+        self._has_lost_first = False
         self._spares: list[int] = []  # the processes of the next start's ranks
         self._early: list[dict[str, object]] = []  # messages of ranks that have come before it was known that they are there
         self._small_builds: set[str] = set()  # the ranks that say that making their objects needs little
@@ -187,8 +190,8 @@ class Supervisor:
         self._ranks = [Rank(number, pid, OomKills(pid)) for number, pid in enumerate(pids, self._rank)]
         if self._requested is not None:  # the signal came while there was no rank
             self._pass_on(self._requested, None)
-        self._until, reported, spares_at = inf, False, time.monotonic() + _SPARES_AFTER
-        while self._alive or (reported and self._peers and not self._peers.is_alone):
+        self._until, self._has_reported, spares_at = inf, False, time.monotonic() + _SPARES_AFTER
+        while self._alive or (self._has_reported and self._peers and not self._peers.is_alone):
             ready = self._select(min(self._until, spares_at) - time.monotonic())
             if time.monotonic() > spares_at:
                 self._request_spares()
@@ -198,22 +201,24 @@ class Supervisor:
                 return restart
             for rank in self._reap():
                 loss = self._describe_loss(rank)
-                if loss and not reported:
+                if loss and not self._has_reported:
                     where = self._host if rank.killed_by else ""
                     if self._peers is None or self._rank == 0:
                         return self._decide(loss, where)
                     self._peers.send(lost=loss, where=where, attempt=self._attempt)
-                    reported = True
+                    self._has_reported = True
                     if self._until == inf:  # else the roll has been called
-                        self._until = time.monotonic() + _ACKNOWLEDGED
+                        self._until = time.monotonic() + _ACKNOWLEDGEMENT
                 elif rank.code and self._until == inf:
                     self._until = time.monotonic() + _GRACE
             if time.monotonic() > self._until:
                 if self._alive:
                     numbers = ", ".join(str(rank.number) for rank in self._alive)
-                    self._report(f"Ranks still running long after another one has failed: {numbers}. They are ended.")
+                    lost = "the supervisor of rank 0 is gone" if self._has_lost_first else "another one has failed"
+                    self._report(f"Ranks still running long after {lost}: {numbers}. They are ended.")
                     self._kill()
                 break
+        self._given_up = self._has_lost_first or self._has_reported  # which got no answer
         return False
 
     @property
@@ -247,27 +252,38 @@ class Supervisor:
             reports = [message for message in received if "lost" in message and message["attempt"] == self._attempt]
             losses = [(str(message["lost"]), str(message["where"])) for message in reports]
             for gone in [int(str(message["gone"])) for message in received if "gone" in message]:
-                if self._peers is not None and self._nodes.can_spare(self._nodes.with_all_of_their_nodes({gone})):
-                    losses.append((f"Rank {gone} on {self._peers.hosts()[gone]} is lost, with its supervisor.", ""))
+                host_of = self._peers.hosts() if self._peers else {}
+                if gone in host_of and self._nodes.can_spare(self._nodes.with_all_of_their_nodes({gone})):
+                    losses.append((f"Rank {gone} on {host_of[gone]} is lost, with its supervisor.", ""))
             return self._decide(*losses[0]) if losses else None
         for message in received:
             if "roll" in message and self._peers is not None:
                 self._peers.send(roll=message["roll"], rank=self._rank)
                 self._until = time.monotonic() + _ANSWER
-            elif "gone" in message:  # rank 0, without which no rank can get far
-                self._until = min(self._until, time.monotonic() + _GRACE)
-        for message in received[::-1]:  # the last one counts: the ranks may have been lost again meanwhile
-            if "restart" in message or "end" in message:
-                self._kill()
-                self._attempt, missing = int(str(message.get("restart", 0))) - 1, message.get("without")
-                missing = {*missing} if isinstance(missing, list) else set()
-                self._given_up = "end" in message or self._rank in missing
-                left_out = message.get("left_out")
-                self._left_out = self._rank in missing and isinstance(left_out, list) and self._host in left_out
-                if not self._given_up:
-                    self._renumber(missing)
-                return not self._given_up
-        return None
+            elif "gone" in message:
+                self._has_lost_first, self._until = True, min(self._until, time.monotonic() + _ANSWER)
+        decisions = [message for message in received if "restart" in message or "end" in message]
+        if decisions:
+            self._kill()
+        for message in decisions:  # the ranks may have been lost again meanwhile
+            if not self._follow(message):
+                return False
+        return bool(decisions) or None
+
+    def _follow(self, decision: Mapping[str, object]) -> bool:
+        """Follows a decision of the first supervisor. Returns whether the rank is to be started again."""
+        missing, left_out = decision.get("without"), decision.get("left_out")
+        missing = {*missing} if isinstance(missing, list) else set()
+        if "end" in decision or self._rank in missing:
+            self._given_up = True
+            if self._rank in missing:
+                self._left_out = isinstance(left_out, list) and self._host in left_out
+                why = "it has lost ranks too often (recover.strikes)" if self._left_out else "it did not answer"
+                self._report(f"The run resumes without {self._host}: {why}.")
+            return False
+        self._attempt = int(str(decision["restart"])) - 1
+        self._renumber(missing)
+        return True
 
     def _receive(self) -> dict[str, object]:
         """Returns the next message of the fork server or of a rank; {} where the server has ended."""
@@ -321,23 +337,26 @@ class Supervisor:
         if not where and reports:  # of a rank that was killed: the others have lost it
             loss, where = reports[0]
         hosts = self._peers.hosts() if self._peers else {}
+        has_enough = self._has_enough(missing)
         silent = sorted({hosts[rank] for rank in missing if rank in hosts})
-        if silent:
-            loss = f"{loss} No answer from {', '.join(silent)}."
+        if unnamed := [name for name in silent if f" on {name} is lost" not in loss]:
+            loss = f"{loss} No answer from {', '.join(unnamed)}."
         self._kill()
         for rank in self._ranks:
             if rank.number == 0 and self._life is not None:
                 stop = {"event": "stop", "time": round(time.time(), 3), "step": None, "state": "killed", "why": loss}
                 with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
                     add_stop(self._life, rank.pid, json.dumps(stop))
-        culprits = [] if self._requested is not None else silent or [where] * bool(where)
         left_out: list[str] = []
+        culprits = silent or ([where] if where else [])
+        if self._requested is not None or not has_enough:  # as where this host is the one that is cut off
+            culprits = []
         for bad, times in self._strikes.add(culprits, self._life).items():
             loss = f"{loss} {bad} has lost ranks {times} times within an hour."
             struck = {rank for rank in hosts if hosts[rank] == bad}
             if self._peers and struck and not struck & self._peers.needed and self._nodes.can_spare(missing | struck):
                 missing, left_out = missing | struck, [*left_out, bad]
-        restart = self._may_restart(loss, missing)
+        restart = self._may_restart(loss, missing, has_enough)
         self._given_up = not restart
         if self._peers is not None:
             without = {"without": sorted(missing), "left_out": left_out}
@@ -350,23 +369,24 @@ class Supervisor:
         """Returns the ranks whose supervisors are missing, and killed ranks that were reported meanwhile, with their hosts."""
         if self._peers is None:
             return set(), []
-        seconds, until = _ROLL if self._nodes.least else 0.0, time.monotonic() + _DYING
+        seconds, until = _ROLL if self._nodes.least else 0.0, time.monotonic() + _DEATH
         missing, reports = self._peers.call_roll(self._attempt, seconds)
         while self._nodes.with_all_of_their_nodes(missing) != missing and self._nodes.least and time.monotonic() < until:
             time.sleep(0.1)  # where a host goes down, one of its processes may outlive the other
-            missing = self._peers.call_roll(self._attempt, seconds)[0]
+            missing, more = self._peers.call_roll(self._attempt, seconds)
+            reports += more
         return missing, reports
 
     def _has_enough(self, missing: set[int]) -> bool:
-        """Returns whether the supervisors are there that a restart needs: all, or all of those nodes that it can't spare."""
+        """Returns whether the supervisors of all ranks that a restart needs have answered."""
         if self._peers is None or self._nodes.ranks == 1:
             return True
-        if not self._peers.hosts() or not missing:
-            return bool(self._peers.hosts())
-        return not self._peers.is_any_done and self._nodes.can_spare(missing) and store_answers()
+        if self._peers.is_any_done or not self._peers.hosts():
+            return False
+        return not missing or (self._nodes.can_spare(missing) and store_answers(self._store))
 
     def _renumber(self, missing: set[int]) -> None:
-        """Gives the ranks new numbers, as the run resumes without some."""
+        """Gives the ranks new numbers, as the run resumes without some; ends spares, which have the old ones."""
         if not missing or self._peers is None:
             return
         self._nodes, numbers = self._nodes.without(missing)
@@ -390,7 +410,7 @@ class Supervisor:
                 raise SystemExit(TRY_AGAIN)
             time.sleep(0.002)
 
-    def _may_restart(self, loss: str, missing: set[int]) -> bool:
+    def _may_restart(self, loss: str, missing: set[int], has_enough: bool) -> bool:
         """Returns whether the ranks are started again after a loss, without those that are missing, and reports it."""
         states = sorted(path.name for path in self._memory.glob("step-*.ckpt")) if self._memory else []
         refusal = self._losses.add(loss, states[-1] if states else "")
@@ -398,7 +418,7 @@ class Supervisor:
             return False
         if not refusal and self._server.poll() is not None:
             refusal = "The process from which ranks are forked has ended"
-        if not self._has_enough(missing):
+        if not has_enough:
             self._report(f"{loss} Not all supervisors are there: not restarted here. The same command resumes the run.")
             return False
         again = f"{refusal}: not restarted. The same command resumes the run."

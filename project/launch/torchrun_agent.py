@@ -36,8 +36,8 @@ def exit_code(failures: Mapping[int, "ProcessFailure"]) -> int:
 
 
 def patch_agent() -> None:
-    """Makes the agent of this process end with 2 where a worker has: a restart would only report the same again. Where one has
-    ended as its host is left out of the run, only this agent ends; the others don't wait for it at the end of the run.
+    """Changes how the agent of this process ends: with 2 where a worker has, as a restart would only report the same again;
+    alone, where its host is left out of the run; and at the run's end it doesn't wait for hosts that are lost.
     """
     from torch.distributed.elastic.multiprocessing import PContext, SignalException
     from torch.distributed.elastic.utils import store
@@ -45,7 +45,7 @@ def patch_agent() -> None:
     class LeftOut(SignalException):
         """Raised on a host that is left out of the run."""
 
-        exit_code = LEFT_OUT
+        code = LEFT_OUT
 
     wait, barrier = PContext.wait, store.barrier
     left: list[int] = []
@@ -99,7 +99,7 @@ def main() -> None:
         try:
             run.main(["--signals-to-handle", ",".join(heard), *words])
         except SignalException as stopped:
-            raise SystemExit(getattr(stopped, "exit_code", 128 + stopped.sigval)) from None
+            raise SystemExit(getattr(stopped, "code", 128 + stopped.sigval)) from None
         except ChildFailedError as failed:
             print(failed, file=sys.stderr)
             raise SystemExit(exit_code(failed.failures)) from None
