@@ -29,7 +29,7 @@ FLAGS = {  # and what is said of them
     f"--trainer.callbacks=[{CALLBACK}]": f"--trainer.callbacks: {PATIENCE}",
     "--checkpoints.every_n_steps=x": "--checkpoints.every_n_steps: Expected an int, and it is x",
     "--watchdog.factor.lr=3": "There is no key watchdog.factor.lr",
-    "--recover.limit=3": "There is no key recover.limit. There are: restarts, every_n_steps.",
+    "--recover.limit=3": "There is no key recover.limit. There are: restarts, every_n_steps, strikes.",
     "--checkpoints.mode=up": "--checkpoints.mode: checkpoints.mode is 'min' or 'max', and not 'up'",
     "--trainer.devices=x": "--trainer.devices: The trainer's settings don't work here: `devices` selected with",
     "--trainer.max_time=x": "--trainer.max_time: The trainer's settings don't work here: trainer.max_time=x",
