@@ -95,8 +95,9 @@ def _main() -> int:
     if not is_fork_server():  # which notices the end of its supervisor by itself, and gets no signals but from there
         if ends_with_parent():
             end_with_parent()
-        if restarts := supervisor.restarts(sys.argv[1:]):
-            return supervisor.supervise(restarts)
+        restarts, strikes = supervisor.limits_of(sys.argv[1:])
+        if restarts:
+            return supervisor.supervise(restarts, strikes)
         listen_for_signals()
     ignore_output_errors()
     interrupt = signal.getsignal(signal.SIGINT)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from project import Trainer
 from project.launch.early_start import free_port
-from project.step.precision import auto_precision
+from project.step.precision import auto_precision, cpu_precision
 from tests.conftest import environment
 
 
@@ -166,6 +166,21 @@ def test_the_best_is_found_by_what_is_there(tmp_path):
     one.fit_loop.max_epochs = 3
     one.fit(Validated())
     assert one.checkpoint_callback.best_model_path.endswith("step-000000008.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [
+        ({"architecture": "x86_64", "avx2": True}, "32-true"),
+        ({"architecture": "x86_64", "avx512_bw": True, "avx512_vl": True, "avx512_dq": True}, "bf16-mixed"),
+        ({"architecture": "x86_64", "avx512_bw": True}, "32-true"),
+        ({"architecture": "aarch64", "bf16": True}, "bf16-mixed"),
+        ({"architecture": "aarch64", "bf16": False}, "32-true"),
+    ],
+)
+def test_bf16_that_is_asked_for_is_taken_where_a_cpu_has_kernels_for_it(monkeypatch, capabilities, expected):
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: capabilities)
+    assert cpu_precision("bf16-mixed")[0] == expected
 
 
 @pytest.mark.parametrize(("capability", "expected"), [((7, 5), "16-mixed"), ((8, 0), "bf16-mixed"), ((9, 0), "bf16-mixed")])

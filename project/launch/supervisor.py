@@ -60,24 +60,21 @@ _LONGEST_MESSAGE = 1 << 16
 _SHM, _PREFIX = Path("/dev/shm"), "samerun-state-"
 
 
-def restarts(words: list[str]) -> int:
-    """Returns `recover.restarts` of a command line, if this process is to supervise the ranks; 0 where it is not."""
+def limits_of(words: list[str]) -> tuple[int, int]:
+    """Returns `recover.restarts` and `recover.strikes` of a command line; 0 restarts where this is no supervisor."""
     variables = os.environ.keys()
     by_engine = "TORCHELASTIC_RUN_ID" in variables or "SLURM_STEP_ID" in variables
     if words[:1] != ["fit"] or SUPERVISED in variables or not (by_engine or LAUNCHERS.isdisjoint(variables)):
-        return 0
+        return 0, STRIKES
     if {"-h", "--help"} & {*words} or any(flag.startswith(("--print_config", "--dry_run")) for flag in words):
-        return 0
-    return max(0, _setting_of_recover(words, "restarts", 0))
-
-
-def _setting_of_recover(words: list[str], name: str, default: int) -> int:
-    """Returns a setting of the section `recover` of a command line; the default where it has none, or no number."""
+        return 0, STRIKES
     try:
         expanded = expand(run_config(with_trial(list(words))))
-        return int(str(setting(expanded, documents(expanded), "recover", name) or default))
+        sections = documents(expanded)
+        restarts, strikes = (setting(expanded, sections, "recover", name) for name in ("restarts", "strikes"))
+        return max(0, int(str(restarts or 0))), int(str(strikes or STRIKES))
     except (ValueError, OSError, AttributeError):  # reported by the parser, which reads all of it
-        return default
+        return 0, STRIKES
 
 
 @dataclass
@@ -354,7 +351,8 @@ class Supervisor:
         for bad, times in self._strikes.add(culprits, self._life).items():
             loss = f"{loss} {bad} has lost ranks {times} times within an hour."
             struck = {rank for rank in hosts if hosts[rank] == bad}
-            if self._peers and struck and not struck & self._peers.needed and self._nodes.can_spare(missing | struck):
+            is_one_node = struck and struck == self._nodes.with_all_of_their_nodes({min(struck)})  # others may have its name
+            if self._peers and is_one_node and not struck & self._peers.needed and self._nodes.can_spare(missing | struck):
                 missing, left_out = missing | struck, [*left_out, bad]
         restart = self._may_restart(loss, missing, has_enough)
         self._given_up = not restart
@@ -460,7 +458,7 @@ def _lock(folder: Path) -> int | None:
         return None
 
 
-def supervise(restarts: int) -> int:
+def supervise(restarts: int, strikes: int) -> int:
     """Runs a fit under a supervisor, and returns the exit code."""
     variables = os.environ
     names = ("WORLD_SIZE", "RANK", "GROUP_WORLD_SIZE")
@@ -469,7 +467,6 @@ def supervise(restarts: int) -> int:
     world_size, rank, nodes = (int(variables.get(name) or 0) for name in names)
     memory = _memory_folder()
     try:
-        strikes = _setting_of_recover(sys.argv[1:], "strikes", STRIKES)
         return Supervisor(restarts, strikes, memory, rank, world_size, nodes > 1).run()
     finally:
         if memory is not None:
