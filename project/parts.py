@@ -3,23 +3,28 @@
 `whole.pt` is a checkpoint as any other, but that a mark stands where a tensor was sharded: its name, shape and type, and which
 rank's part has which of its slices. `part-00001-of-00003.pt` holds rank 1's slices by name. Whatever is read is mapped into
 memory: who asks for a slice reads that, and no whole tensor is made where nobody asks for one.
+
+A run's states in memory have this form, too (`checkpoints/in_memory.py`): there all tensors lie in parts, those of a part in a
+file of bytes, whose memory a later state takes over.
 """
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+import json
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Final, TypedDict, TypeVar, cast
+from typing import Final, TypeAlias, TypedDict, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from project.errors import UserError
 
 WHOLE = "whole.pt"
 _MARK: Final = "tensor in parts"
+_ALIGNED = 64  # bytes
 T = TypeVar("T")
 
 
@@ -52,8 +57,17 @@ class _Part(TypedDict):
     slices: Mapping[str, Tensor]
 
 
+Place: TypeAlias = tuple[int, Sequence[int], Sequence[int], str]
+"""Where a tensor lies in a file of bytes: its first byte, shape, strides and the name of its type."""
+
+
 def part_name(rank: int, ranks: int) -> str:
     return f"part-{rank:05d}-of-{ranks:05d}.pt"
+
+
+def bytes_of(part: Path) -> Path:
+    """Returns the file with the bytes of a part's tensors, in memory."""
+    return part.with_suffix(".bin")
 
 
 @dataclass(frozen=True)
@@ -146,6 +160,59 @@ def changed(value: T, change: Callable[[object, str], object], name: str = "") -
     return cast(T, change(value, name))
 
 
+# In memory -----------------------------------------------------------------------------------------------------------
+
+
+def mark_whole_tensors(checkpoint: dict[str, object], rank: int) -> tuple[dict[str, object], dict[str, Tensor]]:
+    """Returns a checkpoint with marks in the places of tensors that are not sharded, and these, which lie in this rank's part.
+
+    A tensor that is in several places is there once.
+    """
+    names: dict[int, str] = {}
+    tensors: dict[str, Tensor] = {}
+    layout = Layout((rank,), (), ())
+
+    def take(value: object, _: str) -> object:
+        if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):  # torch.save knows others
+            return value
+        if value.layout != torch.strided or value.is_meta or value.is_quantized:
+            return value
+        name = names.setdefault(id(value), f"#{len(names)}")
+        tensors[name] = value.detach()
+        return mark(name, value, layout)
+
+    return changed(checkpoint, take), tensors
+
+
+def places_of(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Place], int]:
+    """Returns where tensors lie in a file of bytes, and how many bytes it has."""
+    places: dict[str, Place] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        copy = torch.empty_like(tensor, device="meta")  # whose strides are those that a copy has
+        places[name] = end, copy.shape, copy.stride(), str(copy.dtype).removeprefix("torch.")
+        end += -(-copy.untyped_storage().nbytes() // _ALIGNED) * _ALIGNED
+    return places, end
+
+
+def view_at(memory: Tensor, place: Place) -> Tensor:
+    """Returns the tensor at a place in these bytes."""
+    start, shape, strides, name = place
+    dtype: torch.dtype = getattr(torch, name)
+    count = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if all(shape) else 0
+    return memory[start : start + count * dtype.itemsize].view(dtype).as_strided(shape, strides)
+
+
+def load_part(load: Callable[[Path], object], path: Path) -> object:
+    """Reads a part with `load`; of a state in memory, maps the bytes of its tensors."""
+    if not bytes_of(path).exists():
+        return load(path)
+    part = json.loads(path.read_text())
+    size = bytes_of(path).stat().st_size
+    memory = torch.from_file(str(bytes_of(path)), shared=False, size=size, dtype=torch.uint8)
+    return {"name": part["name"], "slices": {name: view_at(memory, place) for name, place in part["places"].items()}}
+
+
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
@@ -187,24 +254,32 @@ class Parted:
         self.path, self._load = path, load
         self._parts: dict[int, Mapping[str, Tensor]] = {}
         content = cast(_Whole, self._open(WHOLE, "the part that every rank reads"))
-        self._name = content["name"]
-        self._ranks = content["ranks"]
+        self.name = content["name"]
+        self.ranks = content["ranks"]
         self._whole = content["checkpoint"]
 
     def checkpoint(self, make: Callable[[Stored], object] = Stored.read) -> dict[str, object]:
-        """Returns the whole checkpoint, with what `make` makes of each tensor that lies in parts; by default, whole ones."""
+        """Returns the whole checkpoint, with what `make` makes of each tensor that is sharded; by default, whole ones."""
+        copies: dict[str, Tensor] = {}
 
         def change(value: object, _: str) -> object:
-            return make(Stored(self, cast(Mark, value))) if isinstance(value, Mapping) else value
+            if not isinstance(value, Mapping):
+                return value
+            stored = Stored(self, cast(Mark, value))
+            if stored.layout.grid:
+                return make(stored)
+            if stored.name not in copies:
+                copies[stored.name] = self.slice_of(stored.layout.ranks[0], stored.name, stored.all).clone()
+            return copies[stored.name]
 
         return changed(self._whole, change)
 
     def slice_of(self, rank: int, name: str, box: Box) -> Tensor:
         """Returns what a rank has written of a tensor."""
-        file = part_name(rank, self._ranks)
+        file = part_name(rank, self.ranks)
         if rank not in self._parts:
             content = cast(_Part, self._open(file, f"what rank {rank} held"))
-            if content["name"] != self._name:
+            if content["name"] != self.name:
                 raise UserError(f"{self.path / file} is a part of another checkpoint.")
             self._parts[rank] = content["slices"]
         part = self._parts[rank].get(name)

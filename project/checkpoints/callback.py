@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from datetime import datetime
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,11 +16,11 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 
+from project.checkpoints.in_memory import MemoryWriter
 from project.checkpoints.reading import Manifest, checkpoints_in, same_step, whole_manifest
 from project.checkpoints.writing import (
     FileWriter,
     Lost,
-    MemoryWriter,
     ShardWriters,
     cause,
     check,
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 Record = tuple[Split, Manifest]
-"""What this rank writes, copied into main memory: a checkpoint, or its slices of one; and the manifest, which is rank 0's."""
+"""What this rank writes: a checkpoint, or its slices of one; and the manifest, which is rank 0's."""
 
 
 class SaveFirst(Callback):
@@ -179,7 +180,7 @@ class Checkpoints(Checkpoint):
         if step % self._memory[1] == 0 and not position(trainer).validation_due:
             for prepare in self.before_save:
                 prepare(trainer)
-            self._memory[0].save(step, *self._copy_state(trainer, finished=False))
+            self._memory[0].save(step, *self._state(trainer, finished=False), self._began_at)
 
     def keep_in_memory(self, writer: MemoryWriter, every_n_steps: int, replaces_ranks: bool) -> None:
         """Also writes the run's state into memory from now on, every so many steps. `replaces_ranks`: these ranks were
@@ -259,7 +260,7 @@ class Checkpoints(Checkpoint):
         """Copies the run's state before others exchange the weights: a run stopped within the validation resumes from here."""
         self._before_validation = None
         if trainer.state.fn == "fit" and not trainer.sanity_checking and _validation_may_change_state(trainer, pl_module):
-            self._before_validation = self._copy_state(trainer, finished=False)
+            self._before_validation = self._copied_state(trainer, finished=False)
 
     def save_before_epoch_end(self, trainer: Trainer) -> None:
         """Saves a run that was stopped within an epoch before the epoch's end hooks run: a longer run calls them again."""
@@ -284,7 +285,7 @@ class Checkpoints(Checkpoint):
         self._validated = False
         self._saved_at, self._saved_time = (at.global_step, finished), time.monotonic()
         copied_before, self._before_validation = self._before_validation, None
-        copy, manifest = copied_before if copied_before and at.validation_due else self._copy_state(trainer, finished)
+        copy, manifest = copied_before if copied_before and at.validation_due else self._copied_state(trainer, finished)
         if not trainer.is_global_zero and self._shard_writers is None:
             return
         self.wait()
@@ -300,14 +301,19 @@ class Checkpoints(Checkpoint):
             return self.failed is not None
         return bool(trainer.strategy.broadcast(self.failed is not None))
 
-    def _copy_state(self, trainer: Trainer, finished: bool) -> Record:
+    def _copied_state(self, trainer: Trainer, finished: bool) -> Record:
         """Copies what this rank writes of the run's state into main memory, and makes its manifest."""
+        own, manifest = self._state(trainer, finished)
+        return copy_to_host(own), manifest
+
+    def _state(self, trainer: Trainer, finished: bool) -> Record:
+        """Returns what this rank writes of the run's state, and its manifest; the tensors are those that training changes."""
         at = position(trainer)
         own = Split(typed(trainer).resuming.dump_checkpoint(weights_only=False), {})
         if self._shard_writers is not None:
             own = split(own.marked)
         if not trainer.is_global_zero:
-            return copy_to_host(Split({}, own.slices)), {}
+            return Split({}, own.slices), {}
         # Where a module steps several optimisers, its steps count for each; `self.log` counts them once.
         first = min(at.global_step, at.logged_steps)
         logged: list[tuple[int, str, float]] = []
@@ -324,11 +330,11 @@ class Checkpoints(Checkpoint):
             "logged": logged,
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "world_size": trainer.world_size,
-            "versions": {name: version(name) for name in ("torch", "lightning")},
+            "versions": _versions(),
             "image": image(),
             "saved": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        return copy_to_host(own), manifest
+        return own, manifest
 
     @property
     def writing(self) -> bool:
@@ -380,6 +386,11 @@ class Checkpoints(Checkpoint):
         for path in paths:
             if path not in keep:
                 remove(path)
+
+
+@cache
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("torch", "lightning")}
 
 
 def copy_to_host(own: Split) -> Split:

@@ -28,7 +28,7 @@ from torch.serialization import MAP_LOCATION
 
 from project.cluster.place import MEMORY
 from project.errors import TRY_AGAIN, FaultError, UserError, as_user_error
-from project.parts import Parted, Stored
+from project.parts import Parted, Stored, load_part
 from project.plain_values import finished, load, plain_values
 from project.typed import Configuration, StateDict
 from project.untrusted import as_count, as_text, foreign_link, open_to_read, read_json, regular_size, shortened
@@ -317,8 +317,18 @@ def memory_folder() -> Path | None:
 def newest_in_memory(after: Path | None) -> tuple[Path, Manifest] | None:
     """Returns the newest state in memory that is whole, where it is of a later step than a checkpoint on the disk."""
     folder = memory_folder()
-    newest = newest_good(folder, complete=True) if folder and checkpoints_in(folder) else None
-    return newest if newest and (after is None or step_of(newest[0]) > step_of(after)) else None
+    for path in reversed(checkpoints_in(folder)) if folder else ():
+        if after is not None and step_of(path) <= step_of(after):
+            break
+        try:
+            if manifest_of(path).exists():  # else whoever wrote it was killed
+                manifest = read_manifest(path)
+                check_complete(manifest)
+                Parted(path, partial(load_part, load))
+                return path, manifest
+        except Exception as error:  # it holds, say, more than plain values: a checkpoint on the disk is of before that
+            log.warning("The state of step %d in memory is not used: %s.", step_of(path), shortened(error))
+    return None
 
 
 class Verification(Callback):
@@ -383,7 +393,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         path = Path(address)
         if path.is_dir():
             trusting = partial(torch.load, map_location="cpu", mmap=True, weights_only=False)
-            return Parted(path, load if safe else trusting).checkpoint(self.slice_of or Stored.read)
+            return Parted(path, partial(load_part, load if safe else trusting)).checkpoint(self.slice_of or Stored.read)
         if not path.exists() or not safe:  # an address, which Lightning knows how to read, or what is trusted
             with plain_values():
                 return finished(super().load_checkpoint(address, cast("Callable[..., object] | None", map_location), safe))

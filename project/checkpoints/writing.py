@@ -7,8 +7,6 @@ Where the network is sharded, each rank writes its part (`ShardWriters`). The pa
 all are on the disk and the manifest names them; then rank 0 renames the folder, and each rank reads back its part.
 `torch.distributed.checkpoint` keeps its metadata in a pickle, and whoever can write to a run's folder could have any code run
 where the checkpoint is read (a test shows it). So the format is our own.
-
-A run's newest states also lie in memory (`MemoryWriter`), in a folder that outlives the ranks: a lost rank costs a few steps.
 """
 
 import io
@@ -20,7 +18,6 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -37,18 +34,16 @@ from project.checkpoints.reading import (
     Content,
     Entry,
     Manifest,
-    checkpoints_in,
     delete,
     manifest_at,
     manifest_of,
-    memory_folder,
     part_problem,
     put_aside,
     read_manifest,
     sha256_of,
 )
 from project.cluster.group import Group
-from project.cluster.place import host, shared_memory
+from project.cluster.place import host
 from project.errors import UserError
 from project.parts import WHOLE, Parted, Stored, part_name
 from project.plain_values import load, plain_values
@@ -60,7 +55,6 @@ from project.untrusted import foreign_link, make_folder
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_KEPT = 2  # states in memory
 
 
 # Can it be read again ------------------------------------------------------------------------------------------------
@@ -169,31 +163,16 @@ def free_name(path: Path, folder: bool) -> Path:
     return name
 
 
-def check_room(folder: Path, own: Split, ranks: int = 1) -> None:
-    """Raises an OSError where a state in memory would take more than half of what is free there."""
-    if folder != memory_folder():
-        return
-    tensors: list[Tensor] = []
-    apply_to_collection([own.marked, own.slices], Tensor, tensors.append)
-    needed = ranks * sum(tensor.nbytes for tensor in tensors)
-    if needed > shutil.disk_usage(folder).free // 2:
-        raise OSError(
-            f"its {needed >> 20:,} MiB are more than half of what is free in {shared_memory()}, which loader processes "
-            "need, too. HINT: recover.every_n_steps=null, or a larger /dev/shm"
-        )
-
-
 class FileWriter:
     """Writes a checkpoint as a file."""
 
-    def __init__(self, read_back: bool = True) -> None:
-        self._read_back = not read_back
+    def __init__(self) -> None:
+        self._read_back = False
 
     def write(self, path: Path, own: Split, manifest: Manifest) -> tuple[Path, int]:
         """Writes a checkpoint, whole and verified, and returns its path and size; the first is loaded as a resumed run does."""
         make_folder(path.parent)
         check(own.marked)
-        check_room(path.parent, own)
         path = free_name(path, folder=False)
         size = write(path, own.marked, manifest)
         if not self._read_back:
@@ -291,7 +270,6 @@ class ShardWriters:
     def _write_own_files(self, staging: Path, name: str, own: Split) -> dict[str, Entry]:
         """Writes this rank's files, and returns their entries of the manifest."""
         contents: dict[str, StateDict] = {}
-        check_room(staging.parent, own, self._ranks)
         if self._rank == 0:
             check(own.marked)
             contents[WHOLE] = {"name": name, "ranks": self._ranks, "checkpoint": own.marked}
@@ -342,46 +320,6 @@ def _commit(staging: Path, path: Path, manifest: Manifest) -> Path:
     staging.replace(path)
     sync(path.parent)
     return path
-
-
-# In memory -----------------------------------------------------------------------------------------------------------
-
-
-class MemoryWriter:
-    """Writes the run's states into memory in a thread, while training continues."""
-
-    def __init__(self, folder: Path, trainer: Trainer) -> None:
-        self._folder = folder
-        self._files = FileWriter(read_back=False)
-        self._shards = shard_writers(trainer)
-        self._writes = trainer.is_global_zero or self._shards is not None
-        self._thread = ThreadPoolExecutor(1, "memory")
-        self._pending: Future[None] | None = None
-        self._failed = ""
-
-    def save(self, step: int, own: Split, manifest: Manifest) -> None:
-        """Begins to write a state, when the one before has been written."""
-        if self._pending is not None:
-            self._pending.result()
-        if self._writes:
-            self._pending = self._thread.submit(self._write, step, own, manifest)
-
-    def close(self) -> None:
-        """Waits, and ends the thread."""
-        self._thread.shutdown()
-
-    def _write(self, step: int, own: Split, manifest: Manifest) -> None:
-        """Runs in the thread: writes a state and removes older ones. A failure is reported, and training continues."""
-        try:
-            (self._shards or self._files).write(self._folder / f"step-{step:09d}.ckpt", own, manifest)
-            if manifest:  # rank 0's
-                for path in checkpoints_in(self._folder)[:-_KEPT]:
-                    remove(path)
-            self._failed = ""
-        except Exception as error:
-            if (failed := cause(error)) != self._failed:
-                log.warning("The state of step %d is not kept in memory: %s. Training continues.", step, failed)
-            self._failed = failed
 
 
 # Removal -------------------------------------------------------------------------------------------------------------

@@ -21,8 +21,9 @@ from typing import TypeVar
 
 from project.cluster.place import ATTEMPT, MEMORY, restarts
 from project.errors import TRY_AGAIN, UserError
+from project.launch.children import PASSED_ON
 from project.launch.orphans import end_with_parent
-from project.launch.supervisor import BUILT_SPARES, PASSED_ON, SOCKET, SPARES
+from project.launch.supervisor import BUILT_SPARES, SOCKET, SPARES
 
 Built = TypeVar("Built")
 

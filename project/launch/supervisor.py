@@ -8,21 +8,16 @@ that a lost rank costs no imports.
 The state to resume from outlives the ranks, too: they keep copies of it in a folder in memory that belongs to the supervisor.
 """
 
-import ctypes
-import fcntl
 import json
 import os
 import select
 import shutil
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from math import inf
 from pathlib import Path
@@ -30,13 +25,15 @@ from pathlib import Path
 from project.cluster.place import MEMORY, host
 from project.config_files import documents, expand, run_config, setting
 from project.errors import LEFT_OUT, TRY_AGAIN
+from project.launch.children import PASSED_ON, Children
 from project.launch.early_start import LAUNCHERS, free_port
 from project.launch.losses import STRIKES, Losses, Strikes
+from project.launch.memory_folder import make_folder_in_memory
 from project.launch.nodes import Nodes, nodes_file, store_address, store_answers
 from project.launch.orphans import LAUNCHER
 from project.launch.peers import Input, Peers, readable
 from project.launch.sweep import with_trial
-from project.survive.hang.warden import OomKills, add_stop, add_to_log, children, kill_with_children, start_report
+from project.survive.hang.warden import add_stop, add_to_log, start_report
 
 SOCKET = "PROJECT_FORK_SERVER"
 """The environment variable with the fork server's socket."""
@@ -44,8 +41,6 @@ SUPERVISED = "PROJECT_SUPERVISED"
 """The environment variable with the name of a supervised run, which stays when its ranks are started again."""
 PORT = "PROJECT_SUPERVISOR_PORT"
 """The environment variable with the port at which the supervisor of the first rank listens, where each rank has its own."""
-_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
 SPARES = b"spares"
 """The supervisor's message that asks the fork server for the processes that will be the next ranks, where they are lost."""
 BUILT_SPARES = b"built"
@@ -53,11 +48,9 @@ BUILT_SPARES = b"built"
 _SPARES_AFTER = 2.0  # seconds: ranks that have just been started need the cores themselves
 _GRACE = 20.0  # seconds that the other ranks have to end by themselves when one has failed
 _LOOK = 0.5  # seconds between two looks whether the fork server lives
-_LAST_WAIT = 60.0  # seconds for killed ranks to end
 _ACKNOWLEDGEMENT, _ANSWER = 10.0, 90.0  # seconds that another supervisor waits for the first one's roll call, and its decision
 _ROLL, _DEATH = 1.5, 1.0  # seconds that a supervisor has to answer; seconds that the processes of a host take to die
 _LONGEST_MESSAGE = 1 << 16
-_SHM, _PREFIX = Path("/dev/shm"), "samerun-state-"
 
 
 def limits_of(words: list[str]) -> tuple[int, int]:
@@ -77,27 +70,6 @@ def limits_of(words: list[str]) -> tuple[int, int]:
         return 0, STRIKES
 
 
-@dataclass
-class Rank:
-    """Represents a rank that was started, and how it ended."""
-
-    number: int
-    pid: int
-    oom_kills: OomKills
-    status: int | None = None
-
-    @property
-    def code(self) -> int:
-        """Returns the exit code, as a shell has it; 0 while the rank lives."""
-        code = 0 if self.status is None else os.waitstatus_to_exitcode(self.status)
-        return code if code >= 0 else 128 - code
-
-    @property
-    def killed_by(self) -> int:
-        """Returns the signal that killed the rank, or 0."""
-        return os.WTERMSIG(self.status) if self.status is not None and os.WIFSIGNALED(self.status) else 0
-
-
 class Supervisor:
     """Starts the ranks of a run, and starts them again, `restarts` times, when one of them is lost.
 
@@ -112,22 +84,16 @@ class Supervisor:
         self._memory, self._rank, self._nodes = memory, rank, Nodes.of_environment(world_size)
         self._numbers: dict[str, str] = {}  # of the ranks, where they are no longer those that the engine gave them
         self._host, self._until, self._store = host(), inf, store_address()
-        self._ranks: list[Rank] = []
         self._attempt = 0
         self._requested: int | None = None  # the first signal that asked the run to stop
         self._life: Path | None = None  # the file in which rank 0 records the run's starts and stops
         self._losses, self._strikes = Losses(restarts), Strikes(strikes)
-        self._given_up, self._left_out = False, False
-        self._has_reported = False  # a loss, to the first supervisor
-        self._has_lost_first = False
-        self._spares: list[int] = []  # the processes of the next start's ranks
+        self._end: int | None = None  # the exit code, once the run is given up
+        self._unanswered = ""  # why this supervisor waits for the decision of the first one
         self._early: list[dict[str, object]] = []  # messages of ranks that have come before it was known that they are there
         self._small_builds: set[str] = set()  # the ranks that say that making their objects needs little
         self._peers = Peers(rank == 0, several_hosts) if world_size > 1 else None
-        ctypes.CDLL(None).prctl(_SUBREAPER, 1)  # the ranks' own parent ends at once: they become this process's children
-        for number in PASSED_ON:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._pass_on)
+        self._children = Children()
         self._wake, wake = os.pipe()
         os.set_blocking(wake, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -137,9 +103,11 @@ class Supervisor:
         environment |= {MEMORY: str(memory)} if memory else {}
         environment |= {PORT: str(self._peers.port)} if self._peers else {}
         environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() leaves CUDA to the ranks
-        command = [sys.executable, *sys.orig_argv[1:]]
-        self._server = subprocess.Popen(command, env=environment, pass_fds=[server.fileno()])
+        self._children.start_server([sys.executable, *sys.orig_argv[1:]], environment, server.fileno())
         server.close()
+        for number in PASSED_ON:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._pass_on)
 
     def _name(self) -> str:
         """Returns a name for the run that stays when its ranks are started again, where no engine has a better one."""
@@ -148,27 +116,25 @@ class Supervisor:
     def _pass_on(self, number: int, frame: object) -> None:
         """Passes a signal on to the ranks; before there are any, to the fork server."""
         self._requested = self._requested or number
-        for pid in [rank.pid for rank in self._alive] or [self._server.pid]:
-            with suppress(OSError):
-                os.kill(pid, number)
+        self._children.signal(number)
 
     def run(self) -> int:
         """Runs the ranks to their end, and returns the exit code."""
         if "ready" not in self._receive():
-            code = self._server.wait()  # a wrong configuration, say, which it has reported
+            code = self._children.server.wait()  # a wrong configuration, say, which it has reported
             return code if code >= 0 else 128 - code
         while self._run_once():
             self._attempt += 1
         if self._peers is not None:
             self._peers.send(done=True)
         self._socket.close()  # by which the fork server ends
-        self._server.wait()
-        self._end_spares()
-        if self._given_up:
+        self._children.server.wait()
+        self._children.end_spares()
+        if self._end is not None:
             if self._life is not None:
                 start_report(self._life)
-            return LEFT_OUT if self._left_out else TRY_AGAIN
-        failed = [rank.code for rank in self._ranks if rank.code]
+            return self._end
+        failed = [rank.code for rank in self._children.ranks if rank.code]
         by_themselves = [code for code in failed if code < 128 and code != TRY_AGAIN]
         return next(iter(by_themselves or failed), 0)
 
@@ -179,16 +145,15 @@ class Supervisor:
             self._socket.send(json.dumps(order).encode())
         while (message := self._receive()) and "pids" not in message:
             self._early.append(message)  # a rank may be faster than the server, which starts the next one
-        pids, self._spares = message.get("pids"), []
-        if not isinstance(pids, list):
+        if not isinstance(pids := message.get("pids"), list):
             self._report("The process from which ranks are forked has ended: no rank is started again.")
-            self._given_up = True
+            self._end = TRY_AGAIN
             return False
-        self._ranks = [Rank(number, pid, OomKills(pid)) for number, pid in enumerate(pids, self._rank)]
+        self._children.add_ranks(pids, self._rank)
         if self._requested is not None:  # the signal came while there was no rank
             self._pass_on(self._requested, None)
-        self._until, self._has_reported, spares_at = inf, False, time.monotonic() + _SPARES_AFTER
-        while self._alive or (self._has_reported and self._peers and not self._peers.is_alone):
+        self._until, self._unanswered, spares_at = inf, "", time.monotonic() + _SPARES_AFTER
+        while self._children.alive or (self._unanswered and self._peers and not self._peers.is_alone):
             ready = self._select(min(self._until, spares_at) - time.monotonic())
             if time.monotonic() > spares_at:
                 self._request_spares()
@@ -196,31 +161,26 @@ class Supervisor:
             restart = self._answer(ready)
             if restart is not None:
                 return restart
-            for rank in self._reap():
-                loss = self._describe_loss(rank)
-                if loss and not self._has_reported:
+            for rank in self._children.reap():
+                loss = rank.describe_loss(self._host)
+                if loss and not self._unanswered:
                     where = self._host if rank.killed_by else ""
                     if self._peers is None or self._rank == 0:
                         return self._decide(loss, where)
                     self._peers.send(lost=loss, where=where, attempt=self._attempt)
-                    self._has_reported = True
+                    self._unanswered = "another one has failed"
                     if self._until == inf:  # else the roll has been called
                         self._until = time.monotonic() + _ACKNOWLEDGEMENT
                 elif rank.code and self._until == inf:
                     self._until = time.monotonic() + _GRACE
             if time.monotonic() > self._until:
-                if self._alive:
-                    numbers = ", ".join(str(rank.number) for rank in self._alive)
-                    lost = "the supervisor of rank 0 is gone" if self._has_lost_first else "another one has failed"
-                    self._report(f"Ranks still running long after {lost}: {numbers}. They are ended.")
+                if numbers := self._children.living_numbers:
+                    why = self._unanswered or "another one has failed"
+                    self._report(f"Ranks still running long after {why}: {numbers}. They are ended.")
                     self._kill()
                 break
-        self._given_up = self._has_lost_first or self._has_reported  # which got no answer
+        self._end = TRY_AGAIN if self._unanswered else None
         return False
-
-    @property
-    def _alive(self) -> list[Rank]:
-        return [rank for rank in self._ranks if rank.status is None]
 
     def _select(self, seconds: float) -> list[Input]:
         """Waits for a message, a signal or a child's end, or so long; returns what is ready to be read."""
@@ -237,7 +197,7 @@ class Supervisor:
                 continue
             self._life = Path(str(facts["life"])) if "life" in facts else self._life
             self._small_builds |= {str(facts["small"])} if "small" in facts else set()
-            for rank in self._alive if "reported" in facts else ():
+            for rank in self._children.alive if "reported" in facts else ():
                 if rank.number != facts["reported"]:  # an error that need not be repeated
                     os.kill(rank.pid, signal.SIGTERM)
             if self._peers is not None and "secret" in facts:
@@ -258,7 +218,8 @@ class Supervisor:
                 self._peers.send(roll=message["roll"], rank=self._rank)
                 self._until = time.monotonic() + _ANSWER
             elif "gone" in message:
-                self._has_lost_first, self._until = True, min(self._until, time.monotonic() + _ANSWER)
+                self._unanswered = "the supervisor of rank 0 is gone"
+                self._until = min(self._until, time.monotonic() + _ANSWER)
         decisions = [message for message in received if "restart" in message or "end" in message]
         if decisions:
             self._kill()
@@ -272,10 +233,9 @@ class Supervisor:
         missing, left_out = decision.get("without"), decision.get("left_out")
         missing = {*missing} if isinstance(missing, list) else set()
         if "end" in decision or self._rank in missing:
-            self._given_up = True
+            self._end = LEFT_OUT if isinstance(left_out, list) and self._host in left_out else TRY_AGAIN
             if self._rank in missing:
-                self._left_out = isinstance(left_out, list) and self._host in left_out
-                why = "it has lost ranks too often (recover.strikes)" if self._left_out else "it did not answer"
+                why = "it has lost ranks too often (recover.strikes)" if self._end == LEFT_OUT else "it did not answer"
                 self._report(f"The run resumes without {self._host}: {why}.")
             return False
         self._attempt = int(str(decision["restart"])) - 1
@@ -293,37 +253,13 @@ class Supervisor:
     def _request_spares(self) -> None:
         """Has the fork server fork the ranks of the next start, so that a loss need not wait for that."""
         with suppress(OSError):
-            self._socket.send(BUILT_SPARES if len(self._small_builds) == len(self._ranks) else SPARES)
-        while self._server.poll() is None:  # the ranks hold the other end of the socket, too: its end alone closes nothing
+            self._socket.send(BUILT_SPARES if len(self._small_builds) == len(self._children.ranks) else SPARES)
+        while self._children.server.poll() is None:  # the ranks hold its end of the socket, too
             message = self._receive() if select.select([self._socket], [], [], _LOOK)[0] else {}
             if isinstance(spares := message.get("spares"), list):
-                self._spares = spares
+                self._children.spares = spares
                 return
             self._early += [message] if message else []
-
-    def _end_spares(self) -> None:
-        """Ends the spares, and waits for that: the fork server forks others when they are needed."""
-        for pid in self._spares:
-            kill_with_children(pid)
-            with suppress(ChildProcessError):
-                os.waitpid(pid, 0)
-        self._spares = []
-
-    def _reap(self) -> list[Rank]:
-        """Returns the ranks that have ended. Orphans of ranks become this process's children; it reaps and ignores them."""
-        alive, ended = {rank.pid: rank for rank in self._alive}, []
-        with suppress(ChildProcessError):
-            while (child := os.waitpid(-1, os.WNOHANG))[0]:
-                if child[0] in alive:
-                    alive[child[0]].status = child[1]
-                    ended.append(alive[child[0]])
-        return ended
-
-    def _describe_loss(self, rank: Rank) -> str:
-        """Returns how a rank was lost, in a sentence; '' if it ended normally or on request."""
-        if rank.killed_by and rank.killed_by not in PASSED_ON:
-            return f"rank {rank.number} on {self._host} was killed by signal {rank.killed_by}{rank.oom_kills}."
-        return f"rank {rank.number} on {self._host} lost another rank." if rank.code == TRY_AGAIN else ""
 
     def _decide(self, loss: str, where: str) -> bool:
         """Ends all ranks, as one is lost; returns whether they are started again, and has the other supervisors do the same.
@@ -339,29 +275,40 @@ class Supervisor:
         if unnamed := [name for name in silent if f" on {name} is lost" not in loss]:
             loss = f"{loss} No answer from {', '.join(unnamed)}."
         self._kill()
-        for rank in self._ranks:
-            if rank.number == 0 and self._life is not None:
-                stop = {"event": "stop", "time": round(time.time(), 3), "step": None, "state": "killed", "why": loss}
-                with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-                    add_stop(self._life, rank.pid, json.dumps(stop))
-        left_out: list[str] = []
+        self._record_stop(loss)
         culprits = silent or ([where] if where else [])
         if self._requested is not None or not has_enough:  # as where this host is the one that is cut off
             culprits = []
+        left_out: list[str] = []
         for bad, times in self._strikes.add(culprits, self._life).items():
             loss = f"{loss} {bad} has lost ranks {times} times within an hour."
-            struck = {rank for rank in hosts if hosts[rank] == bad}
-            is_one_node = struck and struck == self._nodes.with_all_of_their_nodes({min(struck)})  # others may have its name
-            if self._peers and is_one_node and not struck & self._peers.needed and self._nodes.can_spare(missing | struck):
+            if struck := self._ranks_to_leave_out(bad, missing):
                 missing, left_out = missing | struck, [*left_out, bad]
         restart = self._may_restart(loss, missing, has_enough)
-        self._given_up = not restart
+        self._end = None if restart else TRY_AGAIN
         if self._peers is not None:
             without = {"without": sorted(missing), "left_out": left_out}
             self._peers.send(**({"restart": self._attempt + 1, **without} if restart else {"end": True}))
         if restart:
             self._renumber(missing)
         return restart
+
+    def _record_stop(self, why: str) -> None:
+        """Records in the run's folder how rank 0 has stopped, if it is one of these ranks."""
+        for rank in self._children.ranks:
+            if rank.number == 0 and self._life is not None:
+                stop = {"event": "stop", "time": round(time.time(), 3), "step": None, "state": "killed", "why": why}
+                with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+                    add_stop(self._life, rank.pid, json.dumps(stop))
+
+    def _ranks_to_leave_out(self, host: str, missing: set[int]) -> set[int]:
+        """Returns the ranks of a host, if the run can do without it; none where another node may have its name."""
+        if self._peers is None:
+            return set()
+        ranks = {rank for rank, name in self._peers.hosts().items() if name == host}
+        if not ranks or ranks & self._peers.needed or ranks != self._nodes.with_all_of_their_nodes({min(ranks)}):
+            return set()
+        return ranks if self._nodes.can_spare(missing | ranks) else set()
 
     def _call_roll(self) -> tuple[set[int], list[tuple[str, str]]]:
         """Returns the ranks whose supervisors are missing, and killed ranks that were reported meanwhile, with their hosts."""
@@ -391,22 +338,16 @@ class Supervisor:
         self._peers.renumber(numbers)
         self._rank = numbers[self._rank]
         self._numbers = self._nodes.environment(self._rank)
-        self._end_spares()  # which may have made their objects for the former number of ranks
+        self._children.end_spares()  # which may have made their objects for the former number of ranks
         with suppress(OSError):  # for torchrun's agent, which would wait for all nodes at the end
             nodes_file(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(self._numbers["GROUP_WORLD_SIZE"])
 
     def _kill(self) -> None:
-        """Kills all ranks, with their wardens, loader processes and what they left behind, and waits for their end."""
-        until = time.monotonic() + _LAST_WAIT
-        while (left := {*children(os.getpid())} - {self._server.pid, *self._spares}) or self._alive:
-            for pid in left:
-                kill_with_children(pid)
-            self._reap()
-            if time.monotonic() > until:
-                numbers = ", ".join(str(rank.number) for rank in self._alive)
-                self._report(f"Ranks can't be killed: {numbers}. They wait for a disk or a device in the kernel.")
-                raise SystemExit(TRY_AGAIN)
-            time.sleep(0.002)
+        """Kills all ranks. Ends this process where one of them can't be killed."""
+        if not self._children.kill():
+            numbers = self._children.living_numbers
+            self._report(f"Ranks can't be killed: {numbers}. They wait for a disk or a device in the kernel.")
+            raise SystemExit(TRY_AGAIN)
 
     def _may_restart(self, loss: str, missing: set[int], has_enough: bool) -> bool:
         """Returns whether the ranks are started again after a loss, without those that are missing, and reports it."""
@@ -414,7 +355,7 @@ class Supervisor:
         refusal = self._losses.add(loss, states[-1] if states else "")
         if self._requested is not None:
             return False
-        if not refusal and self._server.poll() is not None:
+        if not refusal and self._children.server.poll() is not None:
             refusal = "The process from which ranks are forked has ended"
         if not has_enough:
             self._report(f"{loss} Not all supervisors are there: not restarted here. The same command resumes the run.")
@@ -432,32 +373,6 @@ class Supervisor:
             add_to_log(self._life, "WARNING", text)
 
 
-def _memory_folder() -> Path | None:
-    """Returns a new folder in memory, and removes those of supervisors that were killed, with all that belonged to them: who
-    lives holds a lock on its folder.
-    """
-    with suppress(OSError):
-        for folder in _SHM.glob(f"{_PREFIX}*"):
-            with suppress(OSError):
-                if folder.lstat().st_uid == os.geteuid() and _lock(folder) is not None:
-                    shutil.rmtree(folder, ignore_errors=True)
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_SHM))
-        _lock(folder)
-        return folder
-    return None
-
-
-def _lock(folder: Path) -> int | None:
-    """Locks a folder as long as this process lives; None where another one has it locked."""
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return opened
-    except OSError:
-        os.close(opened)
-        return None
-
-
 def supervise(restarts: int, strikes: int) -> int:
     """Runs a fit under a supervisor, and returns the exit code."""
     variables = os.environ
@@ -465,7 +380,7 @@ def supervise(restarts: int, strikes: int) -> int:
     if "TORCHELASTIC_RUN_ID" not in variables:
         names = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NUM_NODES")
     world_size, rank, nodes = (int(variables.get(name) or 0) for name in names)
-    memory = _memory_folder()
+    memory = make_folder_in_memory()
     try:
         return Supervisor(restarts, strikes, memory, rank, world_size, nodes > 1).run()
     finally:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from project.checkpoints.callback import checkpoints_of
+from project.checkpoints.exchange import bring_parts
 from project.checkpoints.reading import SafeCheckpointIO, memory_folder, newest_good, whole_manifest
 from project.cluster import shared_folder
 from project.errors import FaultError, UserError
@@ -184,18 +185,23 @@ class Resuming(_CheckpointConnector):
         trainer = typed(self.trainer)
         if not path or trainer.num_nodes == 1 or not dist.is_initialized():
             super().resume_start(path, weights_only)
-        elif trainer.shared_folder and not trainer.strategy.broadcast(Path(path).parent == memory_folder()):
+            return
+        strategy, in_memory = trainer.strategy, trainer.strategy.broadcast(Path(path).parent == memory_folder())
+        if in_memory and isinstance(strategy, Sharded) and strategy.is_sharded:
+            path = str(bring_parts(Path(path), trainer.global_rank, trainer.local_rank, strategy.slice_of))
+            super().resume_start(path, weights_only)
+        elif trainer.shared_folder and not in_memory:
             gather = partial(all_gather_objects, ranks=trainer.world_size)
             if problem := shared_folder.file_problem(Path(path), trainer.host_names, gather):
                 raise FaultError(f"{problem}. HINT: put it where all hosts see it, or set trainer.shared_folder=false.")
             super().resume_start(path, weights_only)
         else:  # through the hosts' memory: the device may have no room for it
-            load = trainer.strategy.load_checkpoint
-            trainer.strategy.load_checkpoint = partial(_from_rank_0, load)  # type: ignore[method-assign]
+            load = strategy.load_checkpoint
+            strategy.load_checkpoint = partial(_from_rank_0, load)  # type: ignore[method-assign]
             try:
                 super().resume_start(path, weights_only)
             finally:
-                del trainer.strategy.load_checkpoint
+                del strategy.load_checkpoint
 
     def resume_start(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
         """Reads the checkpoint that rank 0 chose, and prepares it for this rank, among today's number of ranks."""

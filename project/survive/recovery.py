@@ -8,15 +8,16 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.checkpoints.callback import checkpoints_of
+from project.checkpoints.in_memory import MemoryWriter
 from project.checkpoints.reading import memory_folder
-from project.checkpoints.writing import MemoryWriter, clean_up
+from project.checkpoints.writing import clean_up
 from project.cluster.interfaces import own_address
-from project.cluster.place import ATTEMPT, restarts
+from project.cluster.place import ATTEMPT, restarts, shared_memory
 from project.errors import UserError
 from project.launch.fork_server import tell_supervisor
 from project.launch.losses import STRIKES
+from project.launch.nodes import Nodes
 from project.launch.supervisor import PORT
-from project.sharded.strategy import Sharded
 from project.step.ddp import all_gather_objects
 from project.typed import typed
 
@@ -61,11 +62,17 @@ class Recovery(Callback):
             first = own, int(os.environ[PORT]), secrets.token_hex(32)
             address, port, secret = trainer.strategy.broadcast(first)
             tell_supervisor(address=address, port=port, secret=secret, ranks=trainer.world_size)
-        folder, checkpoints = memory_folder(), checkpoints_of(trainer)
-        folders = all_gather_objects(folder and str(folder), trainer.world_size) if trainer.world_size > 1 else [folder]
-        over_hosts = trainer.num_nodes > 1 and isinstance(trainer.strategy, Sharded)  # whose parts lie on all of them
-        if folder is None or None in folders or over_hosts or checkpoints is None or self.every_n_steps is None:
+        folders = all_gather_objects(memory_folder(), trainer.world_size)
+        folder, checkpoints = folders[trainer.global_rank - trainer.local_rank], checkpoints_of(trainer)
+        if checkpoints is None or self.every_n_steps is None:
             return
-        if trainer.is_global_zero:
+        if folder is None or None in folders:
+            log.warning(
+                "%s can't be written: no state is kept there, and restarted ranks resume from the disk.", shared_memory()
+            )
+            return
+        if trainer.local_rank == 0:
             clean_up(folder)
-        checkpoints.keep_in_memory(MemoryWriter(folder, trainer), self.every_n_steps, replaces_ranks=restarts() > 0)
+        can_lose_host = Nodes.of_environment(trainer.world_size).least > 0
+        writer = MemoryWriter(folder, trainer, can_lose_host)
+        checkpoints.keep_in_memory(writer, self.every_n_steps, replaces_ranks=restarts() > 0)

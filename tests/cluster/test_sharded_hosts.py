@@ -1,42 +1,73 @@
-"""trainer.strategy=sharded over hosts: with shard=node each host has a copy, which its ranks share."""
+"""trainer.strategy=sharded over hosts: with shard=node each host has a copy, which its ranks share. Lost ranks are replaced."""
 
 import json
 
 import pytest
 
+from tests.cluster.machine import wait_until
 from tests.cluster.test_hosts import launch, printed
+from tests.cluster.training import step
 from tests.conftest import forked
 from tests.own import write_texts
-from tests.train.test_sharded import GATHER, RUNS, furthest, sharded, weights
+from tests.survive.test_resume import curves, same
+from tests.train.test_sharded import EXACT, GATHER, RUNS, furthest, sharded, weights
 
 pytestmark = pytest.mark.slow
 
 FLOAT64 = ("--trainer.precision=64-true", f"--trainer.callbacks={json.dumps([GATHER])}")
-
-
-def on_two_hosts(hosts, folder, *words):
-    """Two ranks on each."""
-    folder.mkdir()
-    usual = [one for one in RUNS["gpt"] if not one.startswith("--trainer.devices")]
-    running = [
-        launch(host, folder, *usual, *FLOAT64, *words, "--trainer.devices=2", nodes=2, NPROC_PER_NODE="2") for host in hosts[:2]
-    ]
-    codes = [one.wait(300) for one in running]
-    assert codes == [0, 0], printed(folder)
-    assert "2 hosts x 2 processes" in (folder / "h1.txt").read_text()
-    return weights(folder)
+KILLS = [
+    {"class_path": "tests.probes.Fault", "init_args": init}
+    for init in ({"rank": 3, "step": 5}, {"rank": 0, "step": 8, "where": "accumulation"})
+]
+RECOVER = ("--recover.restarts=3", "--recover.every_n_steps=2")
 
 
 @pytest.mark.parametrize("shard", ["node", pytest.param("full", marks=pytest.mark.faults)])
 def test_two_hosts_of_two_ranks_have_the_weights_of_one_process(hosts, tmp_path, shard):
+    """Also where two of them are killed: with shard=node the second host reads what the first one has kept in its memory."""
     write_texts(tmp_path / "texts")
     (alone := tmp_path / "alone").mkdir()
+    (folder := tmp_path / shard).mkdir()
     done = forked(alone, *RUNS["gpt"], *FLOAT64)
     assert done.code == 0, done.output
-    theirs = weights(alone)
-    ours = on_two_hosts(hosts, tmp_path / shard, sharded(shard=shard))
+    words = [word for word in RUNS["gpt"] if not word.startswith("--trainer.devices")]
+    words += [*FLOAT64, sharded(shard=shard), "--trainer.devices=2", *RECOVER]
+    words += [f"--trainer.callbacks+={json.dumps(KILLS)}"]
+    running = [launch(host, folder, *words, nodes=2, NPROC_PER_NODE="2") for host in hosts[:2]]
+    codes = [each.wait(300) for each in running]
+    assert codes == [0, 0], printed(folder)
+    output = (folder / "h1.txt").read_text()
+    assert output.count("2 hosts x 2 processes") == 3
+    assert output.count("Resumes from /dev/shm/samerun-state-") == 2
+    ours, theirs = weights(folder), weights(alone)
     assert ours["spread"]
     assert not theirs["spread"]
     difference = furthest(ours["module"], theirs["module"])
     print(f"shard={shard}: the weights differ from one process's by {difference:.1e}")
     assert difference < 1e-12
+
+
+def test_a_lost_hosts_shards_are_in_the_memory_of_the_next(hosts, tmp_path):
+    """No checkpoint lies on the disk yet: two hosts resume from memory, to the bits of one process."""
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    alone.mkdir()
+    together.mkdir()
+    words = [word for word in RUNS["regression"] if not word.startswith("--trainer.devices")]
+    words += [EXACT, "--data.init_args.size=1300", "--checkpoints.every_n_steps=500"]
+    done = forked(alone, *words, "--trainer.devices=1", f"--trainer.callbacks={json.dumps([GATHER])}")
+    assert done.code == 0, done.output
+    slow = {"class_path": "tests.probes.Ledger", "init_args": {"pause": 0.05}}
+    words += [sharded(shard="full"), *RECOVER, f"--trainer.callbacks={json.dumps([GATHER, slow])}"]
+    running = [launch(host, together, *words, nodes="2:3") for host in hosts]
+    wait_until(lambda: step(together) >= 15, 120, lambda: printed(together))
+    hosts[2].kill()
+    assert [each.wait(240) for each in running[:2]] == [0, 0], printed(together)
+    speaker = (together / "h1.txt").read_text()
+    assert "The run resumes without 1 of its 3 ranks (restart 1 of 3)." in speaker
+    assert speaker.count("Resumes from /dev/shm/samerun-state-") == 1
+    assert speaker.count("All ranks resume") == 0, "nothing was missing"
+    ours, theirs = weights(together), weights(alone)
+    assert ours.pop("spread")
+    assert not theirs.pop("spread")
+    assert same(ours, theirs)
+    assert curves(together) == curves(alone)

@@ -16,18 +16,29 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from project.checkpoints import reading
 from project.checkpoints.callback import Checkpoints
-from project.checkpoints.reading import Verification, checkpoints_in, newest_good, read_manifest, step_of
-from project.checkpoints.writing import FileWriter, MemoryWriter, clean_up, write
+from project.checkpoints.in_memory import MemoryWriter
+from project.checkpoints.reading import (
+    SafeCheckpointIO,
+    Verification,
+    checkpoints_in,
+    manifest_of,
+    newest_good,
+    newest_in_memory,
+    read_manifest,
+    step_of,
+)
+from project.checkpoints.writing import clean_up, write
 from project.cluster.place import MEMORY
 from project.errors import FaultError
 from project.plain_values import load
 from project.runs import weights
 from project.sharded.shards import Split
 from tests.conftest import environment
-from tests.survive.test_resume import FIT, assert_same_run, faults, uninterrupted  # noqa: F401
+from tests.survive.test_resume import FIT, assert_same_run, faults, same, uninterrupted  # noqa: F401
 
 STATE = {"weights": torch.arange(1000.0), "step": 3}
 
@@ -260,17 +271,68 @@ def test_a_full_disk_stops_nothing_and_breaks_nothing(quick, small_disk, ranks):
     assert "Resumes from" in again.output
 
 
-def test_a_state_in_memory_leaves_room_for_loader_processes(small_disk, tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv(MEMORY, str(small_disk))
+AT = {"epoch": 1, "step": 2, "global_step": 8, "logged_steps": 8}
+
+
+def memory_writer(folder):
+    return MemoryWriter(folder, SimpleNamespace(global_rank=0, local_rank=0, world_size=1, strategy=None))
+
+
+def test_a_state_in_memory_leaves_room_for_loader_processes(small_disk, caplog):
     large, small = (Split({"weights": torch.zeros(count)}, {}) for count in (150_000, 50_000))
-    FileWriter().write(tmp_path / "step-000000001.ckpt", large, {})
-    writer = MemoryWriter(small_disk, SimpleNamespace(is_global_zero=True, strategy=None))
+    writer = memory_writer(small_disk)
     for step, own in enumerate((small, large, large, small), 1):
-        writer.save(step, own, {"step": step})
-    writer.close()
+        writer.save(step, own, {"world_size": step}, resumed_at=0)
     assert [step_of(path) for path in checkpoints_in(small_disk)] == [1, 4]
     assert len(caplog.records) == 1, "one line for each cause"
     assert "The state of step 2 is not kept in memory: its 0 MiB are more than half of what is free in" in caplog.text
+
+
+def test_a_state_in_memory_is_what_was_saved(tmp_path, monkeypatch):
+    """Also where the memory of an older state is used again, and the tensors have changed since."""
+    monkeypatch.setenv(MEMORY, str(tmp_path))
+    shared, drawn = torch.zeros(3), torch.Generator().manual_seed(1)
+    tensors = {
+        "weights": nn.Parameter(torch.randn(4, 3, 5, 5, generator=drawn).to(memory_format=torch.channels_last)),
+        **{str(kind): torch.randn(7, generator=drawn).to(kind) for kind in (torch.bfloat16, torch.bool, torch.complex64)},
+        **{"transposed": torch.randn(6, 4, generator=drawn).T, "repeated": torch.ones(1).expand(5)},
+        **{
+            "scalar": torch.tensor(2, dtype=torch.int64),
+            "empty": torch.empty(0, 3),
+            "conjugated": torch.ones(2).cfloat().conj(),
+        },
+    }
+    state = {**tensors, "list": [shared, (shared, "text", 1.5)], "#0": "text", "other": torch.ones(2).to_sparse()}
+    writer = memory_writer(tmp_path)
+    for step in (2, 4, 6, 8):
+        with torch.no_grad():
+            tensors["weights"].mul_(step)
+        expected = torch.save(state, tmp_path / "expected.pt") or load(tmp_path / "expected.pt", mmap=False)
+        writer.save(step, Split(state, {}), {"position": AT, "finished": False}, resumed_at=0)
+    with torch.no_grad():
+        tensors["weights"].zero_()
+    assert [step_of(path) for path in checkpoints_in(tmp_path)] == [6, 8]
+    path, manifest = newest_in_memory(None)
+    assert (step_of(path), manifest["position"]) == (8, AT)
+    read = SafeCheckpointIO().load_checkpoint(path)
+    assert same(read.pop("other").to_dense(), expected.pop("other").to_dense())
+    assert same(read, expected)
+    assert {name: read[name].stride() for name in tensors} == {
+        name: torch.empty_like(tensors[name]).stride() for name in tensors
+    }
+    assert read["list"][0] is read["list"][1][0]
+    assert newest_in_memory(path) is None
+
+
+def test_a_state_in_memory_that_holds_a_class_is_passed_over(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv(MEMORY, str(tmp_path))
+    writer = memory_writer(tmp_path)
+    for step, value in ((2, 1), (4, SimpleNamespace(of="the user"))):
+        writer.save(step, Split({"value": value}, {}), {"position": AT, "finished": False}, resumed_at=0)
+    assert step_of(newest_in_memory(None)[0]) == 2
+    assert "The state of step 4 in memory is not used" in caplog.text
+    manifest_of(checkpoints_in(tmp_path)[0]).unlink()
+    assert newest_in_memory(None) is None, "its writer was killed"
 
 
 def test_a_folder_that_disappears_is_made_again(quick, tmp_path):

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from jsonargparse import Namespace
 from project.cli.config import touches_nothing
 from project.cluster.place import MEMORY
 from project.launch.losses import Losses
+from project.launch.memory_folder import make_folder_in_memory
 from project.launch.peers import Peers
 from project.launch.supervisor import SUPERVISED, Supervisor
 from project.survive.hang.warden import children
@@ -211,6 +213,27 @@ def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
 
 def has_trained(folder: Path) -> bool:
     return (folder / "lightning_logs/it/life.jsonl").is_file()
+
+
+def test_supervisors_that_start_at_once_leave_each_other_their_memory(monkeypatch):
+    """One that starts removes what killed ones have left; another one may just have made its folder, and not yet locked it."""
+    make = tempfile.mkdtemp
+    others = []
+
+    def make_while_another_starts(**where):
+        made = make(**where)
+        monkeypatch.setattr(tempfile, "mkdtemp", make)
+        others.append(make_folder_in_memory())
+        return made
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_while_another_starts)
+    folder = make_folder_in_memory()
+    try:
+        assert folder is not None
+        assert {*others, folder} <= {*Path("/dev/shm").glob("samerun-state-*")}
+    finally:
+        for made in filter(None, [*others, folder]):
+            made.rmdir()
 
 
 def test_a_supervisor_that_is_killed_leaves_nothing_behind(tmp_path):

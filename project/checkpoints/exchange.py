@@ -1,0 +1,129 @@
+"""Brings the parts of a state in memory to the hosts that need them, where a sharded network's ranks are on several hosts.
+
+Each rank has kept its part on its own host, and, where the run can lose a host, on the next one. Ranks that begin again on the
+same hosts mostly have what they need; other parts are sent between the first ranks of the hosts.
+"""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from project.checkpoints.reading import checkpoints_in, delete, memory_folder
+from project.cluster.group import Group
+from project.errors import TRY_AGAIN
+from project.parts import WHOLE, Box, Parted, Stored, bytes_of, part_name
+from project.plain_values import load
+from project.step.ddp import all_gather_objects
+
+log = logging.getLogger(__name__)
+
+
+class _Needed(Stored):
+    """A tensor that lies in parts, of which only the ranks are noted that have written what is read."""
+
+    def __init__(self, stored: Stored, ranks: set[int]) -> None:
+        vars(self).update(vars(stored))
+        self._ranks = ranks
+
+    def read(self, wanted: Box | None = None) -> Tensor:
+        wanted = wanted or self.all
+        for rank, box in self.layout.slices(self.shape):
+            if all(common.start < common.stop for common in box.within(wanted)):
+                self._ranks.add(rank)
+        return torch.empty(wanted.size, dtype=self.dtype)
+
+
+def bring_parts(path: Path, rank: int, local_rank: int, slice_of: Callable[[Stored], object]) -> Path:
+    """Returns this host's folder of a state that rank 0 has in memory, with the parts that its ranks need. Called by all ranks.
+
+    Ends the run where a part is on no host: the next start reads a checkpoint from the disk.
+
+    `path`: rank 0's; `slice_of`: reads what a rank takes of a tensor.
+    """
+    ranks, first = dist.get_world_size(), rank - local_rank
+    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+    firsts = all_gather_objects(first, ranks, group)
+    here = cast(Path, all_gather_objects(memory_folder(), ranks, group)[first]) / path.name
+    if local_rank == 0:
+        here.mkdir(exist_ok=True)
+    _send({(WHOLE, 0, host) for host in {*firsts} - {0}}, here, rank, group)
+    needed: set[int] = set()
+    state = Parted(here, load)
+    state.checkpoint(lambda stored: slice_of(_Needed(stored, needed)))
+    has = {rank for rank in range(state.ranks) if _is_of(state, here / part_name(rank, state.ranks))}
+    of_ranks = all_gather_objects((needed, has), ranks, group)
+    sources = {part: firsts[by] for by, (_, parts) in reversed([*enumerate(of_ranks)]) for part in parts}
+    missing = {(part, firsts[by]) for by, (wanted, parts) in enumerate(of_ranks) for part in wanted - parts}
+    if nowhere := sorted({part for part, _ in missing} - {*sources}):
+        if rank == 0:
+            log.error(
+                "The state %s in memory is not complete: no host has the part of rank(s) %s. The run resumes from the disk.",
+                *(path.stem, ", ".join(map(str, nowhere))),
+            )
+            for of_step in checkpoints_in(path.parent):
+                delete(of_step)
+        raise SystemExit(TRY_AGAIN)
+    files = [(Path(part_name(part, state.ranks)), sources[part], to) for part, to in missing]
+    _send({(name, source, to) for file, source, to in files for name in (file.name, bytes_of(file).name)}, here, rank, group)
+    dist.destroy_process_group(group)
+    return here
+
+
+def _is_of(state: Parted, part: Path) -> bool:
+    """Returns whether a part is there, and of this state."""
+    return part.exists() and bytes_of(part).exists() and json.loads(part.read_text())["name"] == state.name
+
+
+class Neighbours:
+    """Connects each rank with those of the same number on the next host and on the one before."""
+
+    def __init__(self, rank: int, ranks: int, ranks_per_host: int) -> None:
+        """Called by all ranks."""
+        self._rank, self._ranks = rank, ranks
+        self._next, self._before = (rank + ranks_per_host) % ranks, (rank - ranks_per_host) % ranks
+        self._group = Group()
+        self._group.make()
+
+    def swap_parts(self, folder: Path) -> None:
+        """Sends this rank's part of a state to the next host, and receives that of the host before. Returns when all have."""
+        if (group := self._group()) is None:
+            raise RuntimeError("the ranks are no longer connected")
+        own, received = (folder / part_name(rank, self._ranks) for rank in (self._rank, self._before))
+        for file, copy in ((own, received), (bytes_of(own), bytes_of(received))):
+            content = _content(file)
+            sending = [dist.isend(tensor, self._next, group) for tensor in (torch.tensor(len(content)), content)]
+            _receive(copy, self._before, group)
+            for work in sending:
+                cast(dist.Work, work).wait()
+        dist.barrier(group)
+
+
+def _send(transfers: set[tuple[str, int, int]], folder: Path, rank: int, group: dist.ProcessGroup) -> None:
+    """Sends files from the folder on one host to that on another: each a name, and the first ranks of the two."""
+    for name, source, destination in sorted(transfers):
+        if rank == source:
+            content = _content(folder / name)
+            dist.send(torch.tensor(len(content)), destination, group)
+            dist.send(content, destination, group)
+        elif rank == destination:
+            _receive(folder / name, source, group)
+    dist.barrier(group)
+
+
+def _content(file: Path) -> Tensor:
+    return torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
+
+
+def _receive(file: Path, source: int, group: dist.ProcessGroup) -> None:
+    size = torch.tensor(0)
+    dist.recv(size, source, group)
+    content = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(content, source, group)
+    file.unlink(missing_ok=True)
+    content.numpy().tofile(file)
