@@ -9,6 +9,7 @@ file of bytes, whose memory a later state takes over.
 """
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -195,11 +196,25 @@ def places_of(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Place], int]:
     return places, end
 
 
+def reserve(file: Path, size: int) -> Tensor:
+    """Returns new memory that a file holds. Raises an OSError where there is not enough: a later write would be a SIGBUS."""
+    file.unlink(missing_ok=True)
+    try:
+        with file.open("xb") as opened:
+            os.posix_fallocate(opened.fileno(), 0, max(1, size))
+    except OSError:
+        file.unlink(missing_ok=True)
+        raise
+    return torch.from_file(str(file), shared=True, size=max(1, size), dtype=torch.uint8)
+
+
 def view_at(memory: Tensor, place: Place) -> Tensor:
     """Returns the tensor at a place in these bytes."""
     start, shape, strides, name = place
     dtype: torch.dtype = getattr(torch, name)
     count = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if all(shape) else 0
+    if count != prod(shape):
+        raise UserError(f"a tensor of {tuple(shape)} from {count} values")
     return memory[start : start + count * dtype.itemsize].view(dtype).as_strided(shape, strides)
 
 

@@ -127,6 +127,7 @@ class Checkpoints(Checkpoint):
         self._shard_writers: ShardWriters | None = None  # where the network is sharded
         self._memory: tuple[MemoryWriter, int] | None = None
         self._replaces_ranks = False
+        self._in_memory_at: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         callbacks = typed(trainer).callbacks
@@ -177,7 +178,9 @@ class Checkpoints(Checkpoint):
             self.save(trainer)
         if self._memory is None or step == self._began_at:
             return
-        if step % self._memory[1] == 0 and not position(trainer).validation_due:
+        # A module that steps by itself need not have done so since.
+        if step % self._memory[1] == 0 and step != self._in_memory_at and not position(trainer).validation_due:
+            self._in_memory_at = step
             for prepare in self.before_save:
                 prepare(trainer)
             self._memory[0].save(step, *self._state(trainer, finished=False), self._began_at)

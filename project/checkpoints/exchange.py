@@ -7,6 +7,7 @@ same hosts mostly have what they need; other parts are sent between the first ra
 import json
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
 
@@ -14,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from project.checkpoints.reading import checkpoints_in, delete, memory_folder
+from project.checkpoints.reading import checkpoints_in, manifest_of, memory_folder
 from project.cluster.group import Group
 from project.errors import TRY_AGAIN
-from project.parts import WHOLE, Box, Parted, Stored, bytes_of, part_name
+from project.parts import WHOLE, Box, Parted, Stored, bytes_of, part_name, reserve
 from project.plain_values import load
 from project.step.ddp import all_gather_objects
 
@@ -46,31 +47,33 @@ def bring_parts(path: Path, rank: int, local_rank: int, slice_of: Callable[[Stor
 
     `path`: rank 0's; `slice_of`: reads what a rank takes of a tensor.
     """
-    ranks, first = dist.get_world_size(), rank - local_rank
+    ranks = dist.get_world_size()
     group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
-    firsts = all_gather_objects(first, ranks, group)
-    here = cast(Path, all_gather_objects(memory_folder(), ranks, group)[first]) / path.name
+    firsts = all_gather_objects(rank - local_rank, ranks, group)
+    here = cast(Path, all_gather_objects(memory_folder(), ranks, group)[firsts[rank]]) / path.name
     if local_rank == 0:
         here.mkdir(exist_ok=True)
-    _send({(WHOLE, 0, host) for host in {*firsts} - {0}}, here, rank, group)
-    needed: set[int] = set()
-    state = Parted(here, load)
-    state.checkpoint(lambda stored: slice_of(_Needed(stored, needed)))
-    has = {rank for rank in range(state.ranks) if _is_of(state, here / part_name(rank, state.ranks))}
-    of_ranks = all_gather_objects((needed, has), ranks, group)
-    sources = {part: firsts[by] for by, (_, parts) in reversed([*enumerate(of_ranks)]) for part in parts}
-    missing = {(part, firsts[by]) for by, (wanted, parts) in enumerate(of_ranks) for part in wanted - parts}
-    if nowhere := sorted({part for part, _ in missing} - {*sources}):
+    problem = _send({(WHOLE, 0, host) for host in {*firsts} - {0}}, here, rank, group)
+    if not problem:
+        needed: set[int] = set()
+        state = Parted(here, load)
+        state.checkpoint(lambda stored: slice_of(_Needed(stored, needed)))
+        has = {part for part in range(state.ranks) if _is_of(state, here / part_name(part, state.ranks))}
+        of_ranks = all_gather_objects((needed, has), ranks, group)
+        sources = {part: firsts[by] for by, (_, parts) in reversed([*enumerate(of_ranks)]) for part in parts}
+        missing = {(part, firsts[by]) for by, (wanted, parts) in enumerate(of_ranks) for part in wanted - parts}
+        if nowhere := sorted({part for part, _ in missing} - {*sources}):
+            problem = f"no host has the part of rank(s) {', '.join(map(str, nowhere))}"
+        else:
+            files = [(Path(part_name(part, state.ranks)), sources[part], to) for part, to in missing]
+            transfers = {(name, source, to) for file, source, to in files for name in (file.name, bytes_of(file).name)}
+            problem = _send(transfers, here, rank, group)
+    if problem:
         if rank == 0:
-            log.error(
-                "The state %s in memory is not complete: no host has the part of rank(s) %s. The run resumes from the disk.",
-                *(path.stem, ", ".join(map(str, nowhere))),
-            )
-            for of_step in checkpoints_in(path.parent):
-                delete(of_step)
+            log.error("The state %s in memory is not complete: %s. The run resumes from the disk.", path.stem, problem)
+            for of_step in reversed(checkpoints_in(path.parent)):
+                manifest_of(of_step).unlink(missing_ok=True)
         raise SystemExit(TRY_AGAIN)
-    files = [(Path(part_name(part, state.ranks)), sources[part], to) for part, to in missing]
-    _send({(name, source, to) for file, source, to in files for name in (file.name, bytes_of(file).name)}, here, rank, group)
     dist.destroy_process_group(group)
     return here
 
@@ -89,41 +92,66 @@ class Neighbours:
         self._next, self._before = (rank + ranks_per_host) % ranks, (rank - ranks_per_host) % ranks
         self._group = Group()
         self._group.make()
+        self._thread = ThreadPoolExecutor(1, "neighbours")
 
-    def swap_parts(self, folder: Path) -> None:
-        """Sends this rank's part of a state to the next host, and receives that of the host before. Returns when all have."""
+    def begin_swap(self, folder: Path, commit: Callable[[], object]) -> "Future[str]":
+        """Sends, in a thread, this rank's part of a state to the next host, and receives that of the host before.
+
+        Calls `commit` when all ranks have theirs. Returns the problem of a rank that could not, or ''.
+        """
+        return self._thread.submit(self._swap, folder, commit)
+
+    def _swap(self, folder: Path, commit: Callable[[], object]) -> str:
         if (group := self._group()) is None:
-            raise RuntimeError("the ranks are no longer connected")
+            return "the ranks are no longer connected"
         own, received = (folder / part_name(rank, self._ranks) for rank in (self._rank, self._before))
-        for file, copy in ((own, received), (bytes_of(own), bytes_of(received))):
-            content = _content(file)
-            sending = [dist.isend(tensor, self._next, group) for tensor in (torch.tensor(len(content)), content)]
-            _receive(copy, self._before, group)
-            for work in sending:
-                cast(dist.Work, work).wait()
-        dist.barrier(group)
+        try:
+            problem = ""
+            for file, copy in ((own, received), (bytes_of(own), bytes_of(received))):
+                content = _content(file)
+                sending = [dist.isend(tensor, self._next, group) for tensor in (torch.tensor(len(content)), content)]
+                problem = _receive(copy, self._before, group) or problem
+                for work in sending:
+                    cast(dist.Work, work).wait()
+            if problem := _problem_of_any(problem, self._rank, group):
+                return problem
+            commit()
+        except (RuntimeError, OSError) as error:  # mostly a rank is lost, and this one ends soon
+            return str(error)
+        return ""
 
 
-def _send(transfers: set[tuple[str, int, int]], folder: Path, rank: int, group: dist.ProcessGroup) -> None:
-    """Sends files from the folder on one host to that on another: each a name, and the first ranks of the two."""
+def _send(transfers: set[tuple[str, int, int]], folder: Path, rank: int, group: dist.ProcessGroup) -> str:
+    """Sends files from the folder on one host to that on another: each a name, and the first ranks of the two. Returns on all
+    ranks the problem of one, or ''.
+    """
+    problem = ""
     for name, source, destination in sorted(transfers):
         if rank == source:
             content = _content(folder / name)
             dist.send(torch.tensor(len(content)), destination, group)
             dist.send(content, destination, group)
         elif rank == destination:
-            _receive(folder / name, source, group)
-    dist.barrier(group)
+            problem = _receive(folder / name, source, group) or problem
+    return _problem_of_any(problem, rank, group)
 
 
 def _content(file: Path) -> Tensor:
     return torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
 
 
-def _receive(file: Path, source: int, group: dist.ProcessGroup) -> None:
-    size = torch.tensor(0)
+def _receive(file: Path, source: int, group: dist.ProcessGroup) -> str:
+    """Receives a file. Returns why it can't be written, or '': the sender is not left waiting."""
+    size, problem = torch.tensor(0), ""
     dist.recv(size, source, group)
-    content = torch.empty(int(size), dtype=torch.uint8)
+    try:
+        content = reserve(file, int(size))
+    except OSError as error:
+        content, problem = torch.empty(int(size), dtype=torch.uint8), str(error)
     dist.recv(content, source, group)
-    file.unlink(missing_ok=True)
-    content.numpy().tofile(file)
+    return problem
+
+
+def _problem_of_any(problem: str, rank: int, group: dist.ProcessGroup) -> str:
+    problems = all_gather_objects(problem and f"rank {rank}: {problem}", dist.get_world_size(), group)
+    return next(filter(None, problems), "")

@@ -1,16 +1,15 @@
 """Keeps the run's newest states in memory, in a folder that outlives the ranks: a lost rank costs a few steps.
 
 A state is a folder of parts (`project/parts.py`). Between two steps a rank copies its tensors into the memory of an older
-one: no thread, no checksum, no second copy. A state counts when it has its manifest, which rank 0 writes last.
+one: no thread, no checksum, no second copy. A state counts when it has its manifest, which rank 0 names last.
 
 Of a sharded network that can lose a host, each rank also keeps its part on the next host, which it is sent to in a thread.
 """
 
 import json
 import logging
-import os
 import shutil
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,12 +19,13 @@ from torch import Tensor
 
 from project.checkpoints.exchange import Neighbours
 from project.checkpoints.reading import Manifest, checkpoints_in, manifest_of
-from project.checkpoints.writing import cause, remove, write_manifest
+from project.checkpoints.writing import cause, remove
 from project.cluster.place import restarts, shared_memory
-from project.parts import WHOLE, bytes_of, mark_whole_tensors, part_name, places_of, view_at
+from project.parts import WHOLE, bytes_of, changed, mark_whole_tensors, part_name, places_of, reserve, view_at
 from project.sharded.shards import Split, any_rank
 from project.sharded.strategy import is_sharded
 from project.step.ddp import all_gather_objects
+from project.typed import StateDict
 
 log = logging.getLogger(__name__)
 
@@ -40,18 +40,18 @@ class MemoryWriter:
         self._folder, self._rank, self._ranks = folder, trainer.global_rank, trainer.world_size
         self._is_first_here = trainer.local_rank == 0
         self._is_sharded = is_sharded(trainer)
-        self._ranks_here = trainer.num_devices if self._is_sharded else 1
         self._memory: dict[Path, Tensor] = {}  # of the states that this rank has written, the oldest first
         self._failed = ""
         self._neighbours: Neighbours | None = None
         if can_lose_host and self._is_sharded and trainer.num_nodes > 1:
-            self._neighbours = Neighbours(self._rank, self._ranks, self._ranks_here)
-        self._thread = ThreadPoolExecutor(1, "neighbours")
-        self._pending: Future[None] | None = None
+            self._neighbours = Neighbours(self._rank, self._ranks, trainer.num_devices)
+        self._pending: tuple[Path, Future[str]] | None = None
+        self._parts_here = (trainer.num_devices if self._is_sharded else 1) * (2 if self._neighbours else 1)
 
     def close(self) -> None:
-        """Waits for the thread, and ends it."""
-        self._thread.shutdown()
+        """Waits until the newest state's copies are on the next hosts."""
+        if self._pending is not None:
+            self._pending[1].result()
 
     def path(self, step: int) -> Path:
         return self._folder / f"step-{step:09d}.ckpt"
@@ -63,13 +63,14 @@ class MemoryWriter:
         """
         if not self._is_sharded and self._rank > 0:
             return
-        if self._pending is not None:
-            self._pending.result()
-        path, problem = self.path(step), ""
+        path, invalid = self.path(step), self._wait_for_copies()
+        problem = ""
         try:
             if not self._memory:
                 self._remove_all_but({path, self.path(resumed_at)})
-            self._write(path, own, bool(manifest))
+            self._write(path, own, manifest, invalid)
+            if not self._is_sharded:
+                self._commit(path)
         except Exception as error:
             problem = cause(error) or type(error).__name__
         if self._is_sharded and any_rank([bool(problem)])[0]:
@@ -77,64 +78,92 @@ class MemoryWriter:
         if problem:
             self._memory.pop(path, None)
         elif self._neighbours is not None:
-            self._pending = self._thread.submit(self._copy_to_neighbour, self._neighbours, path, manifest)
-        elif manifest:
-            write_manifest(path, {**manifest, "parts": {}})
-        self._remove_all_but({*self._memory} or {self.path(resumed_at)})
+            self._pending = path, self._neighbours.begin_swap(path, lambda: self._commit(path))
+        elif self._is_sharded:
+            self._commit(path)
+        valid = {*self._memory} - ({path} if self._pending else set())
+        self._remove_all_but({*self._memory, *([] if valid else [self.path(resumed_at)])})
+        self._report(step, problem)
+
+    def _wait_for_copies(self) -> Path | None:
+        """Waits for the copies of the last state. Returns its path if they can't be made: it never counts."""
+        if self._pending is None:
+            return None
+        (path, copying), self._pending = self._pending, None
+        problem = copying.result()
+        self._report(int(path.stem.partition("-")[2]), problem)
+        return path if problem else None
+
+    def _report(self, step: int, problem: str) -> None:
         if problem and problem != self._failed and self._rank == 0:
             log.warning("The state of step %d is not kept in memory: %s. Training continues.", step, problem)
         self._failed = problem
 
-    def _write(self, path: Path, own: Split, has_whole: bool) -> None:
+    def _write(self, path: Path, own: Split, manifest: Manifest, invalid: Path | None) -> None:
+        """Writes all files of this rank. `invalid`: a state whose memory can be taken first."""
         checkpoint, tensors = own
-        if not self._is_sharded:  # else these are few and small, and each host needs them
+        if self._is_sharded:  # these are few and small, and each host needs them
+            checkpoint = _copied(checkpoint)
+        else:
             checkpoint, tensors = mark_whole_tensors(checkpoint, self._rank)
         places, size = places_of(tensors)
         name = f"{path.stem}, start {restarts()}"
         part = path / part_name(self._rank, self._ranks)
         path.mkdir(exist_ok=True)
-        memory = self._take_oldest(bytes_of(part))
+        manifest_of(path).unlink(missing_ok=True)  # of another fit
+        memory = self._take_memory(bytes_of(part), invalid)
         if memory is None or len(memory) < size:
-            memory = self._allocate(bytes_of(part), size)
+            memory = None
+            self._check_room(size)
+            memory = reserve(bytes_of(part), size)
         for of_tensor, tensor in tensors.items():
             view_at(memory, places[of_tensor]).copy_(tensor)
         part.write_text(json.dumps({"name": name, "places": places}))
-        if has_whole:
+        if manifest:
             torch.save({"name": name, "ranks": self._ranks, "checkpoint": checkpoint}, path / WHOLE)
+            (path / "manifest").write_text(json.dumps({**manifest, "parts": {}}))
         self._memory[path] = memory
 
-    def _copy_to_neighbour(self, neighbours: "Neighbours", path: Path, manifest: Manifest) -> None:
-        """Runs in the thread: the state counts when all hosts have the copies."""
-        with suppress(RuntimeError, OSError):  # a rank is lost, and this one ends soon
-            neighbours.swap_parts(path)
-            if manifest:
-                write_manifest(path, {**manifest, "parts": {}})
+    def _commit(self, path: Path) -> None:
+        if self._rank == 0:
+            (path / "manifest").replace(manifest_of(path))
 
-    def _take_oldest(self, file: Path) -> Tensor | None:
-        """Gives the memory of the oldest state this name, and returns it, where there are enough newer ones."""
-        if len(self._memory) < _KEPT:
+    def _take_memory(self, file: Path, invalid: Path | None) -> Tensor | None:
+        """Gives this name to the memory of a state that is not needed, and returns it."""
+        if invalid is None and len(self._memory) < _KEPT:
             return None
-        oldest = next(iter(self._memory))
-        memory = self._memory.pop(oldest)
-        manifest_of(oldest).unlink(missing_ok=True)
-        (oldest / file.name).replace(file)
-        return memory
+        state = invalid or next(iter(self._memory))
+        memory = self._memory.pop(state)
+        manifest_of(state).unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            (state / file.name).replace(file)
+            return memory
+        return None
 
-    def _allocate(self, file: Path, size: int) -> Tensor:
-        """Returns new memory. Raises an OSError where a state would take more than half of what is free."""
-        file.unlink(missing_ok=True)
-        needed = size * self._ranks_here * (1 if self._neighbours is None else 2)
-        if needed > shutil.disk_usage(self._folder).free // 2:
+    def _check_room(self, size: int) -> None:
+        """Raises an OSError where the states of this host's ranks would take more than half of its memory for files."""
+        needed = _KEPT * size * self._parts_here
+        if needed > shutil.disk_usage(self._folder).total // 2:
             raise OSError(
-                f"its {needed >> 20:,} MiB are more than half of what is free in {shared_memory()}, which loader processes "
+                f"{_KEPT} states would take {needed >> 20:,} MiB, more than half of {shared_memory()}, which loader processes "
                 "need, too. HINT: recover.every_n_steps=null, or a larger /dev/shm"
             )
-        with file.open("xb") as opened:
-            os.posix_fallocate(opened.fileno(), 0, max(1, size))  # where memory runs out later, a write is a SIGBUS
-        return torch.from_file(str(file), shared=True, size=max(1, size), dtype=torch.uint8)
 
     def _remove_all_but(self, kept: set[Path]) -> None:
         if self._is_first_here:
             for path in checkpoints_in(self._folder):
                 if path not in kept:
-                    remove(path)
+                    with suppress(OSError):
+                        remove(path)
+
+
+def _copied(checkpoint: StateDict) -> StateDict:
+    """Returns a checkpoint with plain copies of its tensors: a view would be saved with all that it is a view of."""
+    copies: dict[int, Tensor] = {}
+
+    def copy(value: object, _: str) -> object:
+        if not isinstance(value, Tensor):
+            return value
+        return copies.setdefault(id(value), value.detach().to("cpu", copy=True))
+
+    return changed(checkpoint, copy)

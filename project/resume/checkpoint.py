@@ -183,12 +183,16 @@ class Resuming(_CheckpointConnector):
     def _read_on_hosts(self, path: str | None, weights_only: bool | None) -> None:
         """Reads the checkpoint on all hosts, or, where only rank 0's host has it, there."""
         trainer = typed(self.trainer)
-        if not path or trainer.num_nodes == 1 or not dist.is_initialized():
+        strategy = trainer.strategy
+        if not path or not dist.is_initialized():
             super().resume_start(path, weights_only)
             return
-        strategy, in_memory = trainer.strategy, trainer.strategy.broadcast(Path(path).parent == memory_folder())
-        if in_memory and isinstance(strategy, Sharded) and strategy.is_sharded:
-            path = str(bring_parts(Path(path), trainer.global_rank, trainer.local_rank, strategy.slice_of))
+        in_memory = strategy.broadcast(Path(path).parent == memory_folder())
+        if in_memory and isinstance(strategy, Sharded):
+            slice_of = strategy.slice_of if strategy.is_sharded else lambda stored: stored.read()
+            here = bring_parts(Path(path), trainer.global_rank, trainer.local_rank, slice_of)
+            super().resume_start(here, weights_only)
+        elif trainer.num_nodes == 1:
             super().resume_start(path, weights_only)
         elif trainer.shared_folder and not in_memory:
             gather = partial(all_gather_objects, ranks=trainer.world_size)

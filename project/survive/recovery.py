@@ -67,9 +67,8 @@ class Recovery(Callback):
         if checkpoints is None or self.every_n_steps is None:
             return
         if folder is None or None in folders:
-            log.warning(
-                "%s can't be written: no state is kept there, and restarted ranks resume from the disk.", shared_memory()
-            )
+            if trainer.is_global_zero:
+                log.warning("%s can't be written: ranks that restart resume from the disk.", shared_memory())
             return
         if trainer.local_rank == 0:
             clean_up(folder)

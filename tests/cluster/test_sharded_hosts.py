@@ -47,8 +47,11 @@ def test_two_hosts_of_two_ranks_have_the_weights_of_one_process(hosts, tmp_path,
     assert difference < 1e-12
 
 
-def test_a_lost_hosts_shards_are_in_the_memory_of_the_next(hosts, tmp_path):
-    """No checkpoint lies on the disk yet: two hosts resume from memory, to the bits of one process."""
+@pytest.mark.parametrize("lost", [1, pytest.param(2, marks=pytest.mark.faults)])
+def test_a_lost_hosts_shards_are_in_the_memory_of_the_next(hosts, tmp_path, lost):
+    """No checkpoint lies on the disk yet: the others resume from memory, to the bits of one process. Where two are lost at
+    once, with the only copies of a shard, the run begins anew.
+    """
     alone, together = tmp_path / "alone", tmp_path / "together"
     alone.mkdir()
     together.mkdir()
@@ -58,16 +61,17 @@ def test_a_lost_hosts_shards_are_in_the_memory_of_the_next(hosts, tmp_path):
     assert done.code == 0, done.output
     slow = {"class_path": "tests.probes.Ledger", "init_args": {"pause": 0.05}}
     words += [sharded(shard="full"), *RECOVER, f"--trainer.callbacks={json.dumps([GATHER, slow])}"]
-    running = [launch(host, together, *words, nodes="2:3") for host in hosts]
+    running = [launch(host, together, *words, nodes="1:3") for host in hosts]
     wait_until(lambda: step(together) >= 15, 120, lambda: printed(together))
-    hosts[2].kill()
-    assert [each.wait(240) for each in running[:2]] == [0, 0], printed(together)
+    for host in hosts[3 - lost :]:
+        host.kill()
+    assert [each.wait(240) for each in running[: 3 - lost]] == [0] * (3 - lost), printed(together)
     speaker = (together / "h1.txt").read_text()
-    assert "The run resumes without 1 of its 3 ranks (restart 1 of 3)." in speaker
-    assert speaker.count("Resumes from /dev/shm/samerun-state-") == 1
-    assert speaker.count("All ranks resume") == 0, "nothing was missing"
+    assert speaker.count("The run resumes without") >= 1
+    assert speaker.count("Resumes from /dev/shm/samerun-state-") >= 1
+    assert speaker.count("is not complete: no host has the part of rank(s)") == lost - 1
     ours, theirs = weights(together), weights(alone)
-    assert ours.pop("spread")
+    assert ours.pop("spread") is (lost == 1)
     assert not theirs.pop("spread")
     assert same(ours, theirs)
     assert curves(together) == curves(alone)

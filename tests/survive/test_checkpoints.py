@@ -11,15 +11,19 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule
 from torch import nn
+from torch.utils.data import DataLoader
 
-from project.checkpoints import reading
-from project.checkpoints.callback import Checkpoints
+from project import Trainer
+from project.checkpoints import in_memory, reading
+from project.checkpoints.callback import Checkpoints, checkpoints_of
 from project.checkpoints.in_memory import MemoryWriter
 from project.checkpoints.reading import (
     SafeCheckpointIO,
@@ -271,6 +275,24 @@ def test_a_full_disk_stops_nothing_and_breaks_nothing(quick, small_disk, ranks):
     assert "Resumes from" in again.output
 
 
+class StepsNowAndThen(LightningModule):
+    """Steps with every third batch."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx % 3 == 2:
+            self.manual_backward(self.layer(batch).sum())
+            self.optimizers().step()
+
+
 AT = {"epoch": 1, "step": 2, "global_step": 8, "logged_steps": 8}
 
 
@@ -285,7 +307,7 @@ def test_a_state_in_memory_leaves_room_for_loader_processes(small_disk, caplog):
         writer.save(step, own, {"world_size": step}, resumed_at=0)
     assert [step_of(path) for path in checkpoints_in(small_disk)] == [1, 4]
     assert len(caplog.records) == 1, "one line for each cause"
-    assert "The state of step 2 is not kept in memory: its 0 MiB are more than half of what is free in" in caplog.text
+    assert "The state of step 2 is not kept in memory: 2 states would take 1 MiB, more than half of /dev/shm" in caplog.text
 
 
 def test_a_state_in_memory_is_what_was_saved(tmp_path, monkeypatch):
@@ -322,6 +344,34 @@ def test_a_state_in_memory_is_what_was_saved(tmp_path, monkeypatch):
     }
     assert read["list"][0] is read["list"][1][0]
     assert newest_in_memory(path) is None
+
+
+def test_a_state_in_memory_that_is_written_again_does_not_count_meanwhile(tmp_path, monkeypatch):
+    """By another fit of the process, say. Killed then, half of it would be of before."""
+    monkeypatch.setenv(MEMORY, str(tmp_path))
+    manifest = {"position": AT, "finished": False}
+    for kept in ((2, 4), (4,)):
+        writer = memory_writer(tmp_path)
+        for step in kept:
+            if len(kept) == 1:
+                monkeypatch.setattr(in_memory, "view_at", lambda *_: sys.exit("killed"))
+            with suppress(SystemExit):
+                writer.save(step, Split({"value": torch.full((9,), step)}, {}), manifest, resumed_at=2)
+    assert step_of(newest_in_memory(None)[0]) == 2
+
+
+def test_a_step_is_kept_in_memory_once_where_a_module_steps_by_itself(tmp_path):
+    kept = []
+    trainer = Trainer(default_root_dir=tmp_path, accelerator="cpu", max_epochs=1, enable_progress_bar=False)
+    saves = SimpleNamespace(save=lambda step, *_: kept.append(step), close=lambda: None)
+
+    class KeptInMemory(Callback):
+        def setup(self, trainer, pl_module, stage):
+            checkpoints_of(trainer).keep_in_memory(saves, 2, replaces_ranks=False)
+
+    trainer.callbacks.append(KeptInMemory())
+    trainer.fit(StepsNowAndThen(), DataLoader(torch.randn(30, 3), batch_size=2))
+    assert kept == [2, 4]
 
 
 def test_a_state_in_memory_that_holds_a_class_is_passed_over(tmp_path, monkeypatch, caplog):
