@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
@@ -37,7 +38,7 @@ class _Needed(Stored):
         for rank, box in self.layout.slices(self.shape):
             if all(common.start < common.stop for common in box.within(wanted)):
                 self._ranks.add(rank)
-        return torch.empty(wanted.size, dtype=self.dtype)
+        return torch.empty(wanted.size, dtype=self.dtype, device="meta")
 
 
 def bring_parts(path: Path, rank: int, local_rank: int, slice_of: Callable[[Stored], object]) -> Path:
@@ -80,7 +81,9 @@ def bring_parts(path: Path, rank: int, local_rank: int, slice_of: Callable[[Stor
 
 def _is_of(state: Parted, part: Path) -> bool:
     """Returns whether a part is there, and of this state."""
-    return part.exists() and bytes_of(part).exists() and json.loads(part.read_text())["name"] == state.name
+    with suppress(OSError, ValueError):
+        return bytes_of(part).exists() and json.loads(part.read_text())["name"] == state.name
+    return False
 
 
 class Neighbours:
@@ -94,31 +97,28 @@ class Neighbours:
         self._group.make()
         self._thread = ThreadPoolExecutor(1, "neighbours")
 
-    def begin_swap(self, folder: Path, commit: Callable[[], object]) -> "Future[str]":
+    def begin_swap(self, folder: Path, commit: Callable[[], str]) -> "Future[str]":
         """Sends, in a thread, this rank's part of a state to the next host, and receives that of the host before.
 
-        Calls `commit` when all ranks have theirs. Returns the problem of a rank that could not, or ''.
+        Calls `commit` when all ranks have theirs. Returns on all ranks the problem of one, or ''.
         """
         return self._thread.submit(self._swap, folder, commit)
 
-    def _swap(self, folder: Path, commit: Callable[[], object]) -> str:
+    def _swap(self, folder: Path, commit: Callable[[], str]) -> str:
         if (group := self._group()) is None:
             return "the ranks are no longer connected"
         own, received = (folder / part_name(rank, self._ranks) for rank in (self._rank, self._before))
         try:
             problem = ""
             for file, copy in ((own, received), (bytes_of(own), bytes_of(received))):
-                content = _content(file)
+                content, unread = _content(file)
                 sending = [dist.isend(tensor, self._next, group) for tensor in (torch.tensor(len(content)), content)]
-                problem = _receive(copy, self._before, group) or problem
+                problem = _receive(copy, self._before, group) or unread or problem
                 for work in sending:
                     cast(dist.Work, work).wait()
-            if problem := _problem_of_any(problem, self._rank, group):
-                return problem
-            commit()
-        except (RuntimeError, OSError) as error:  # mostly a rank is lost, and this one ends soon
+            return _problem_of_any(problem, self._rank, group) or _problem_of_any(commit(), self._rank, group)
+        except (RuntimeError, ValueError) as error:  # a rank is lost, and this one ends soon
             return str(error)
-        return ""
 
 
 def _send(transfers: set[tuple[str, int, int]], folder: Path, rank: int, group: dist.ProcessGroup) -> str:
@@ -128,7 +128,8 @@ def _send(transfers: set[tuple[str, int, int]], folder: Path, rank: int, group: 
     problem = ""
     for name, source, destination in sorted(transfers):
         if rank == source:
-            content = _content(folder / name)
+            content, unread = _content(folder / name)
+            problem = unread or problem
             dist.send(torch.tensor(len(content)), destination, group)
             dist.send(content, destination, group)
         elif rank == destination:
@@ -136,8 +137,12 @@ def _send(transfers: set[tuple[str, int, int]], folder: Path, rank: int, group: 
     return _problem_of_any(problem, rank, group)
 
 
-def _content(file: Path) -> Tensor:
-    return torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
+def _content(file: Path) -> tuple[Tensor, str]:
+    """Returns a file's content, and why it can't be read, or '': the receiver is not left waiting."""
+    try:
+        return torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8), ""
+    except (OSError, RuntimeError) as error:
+        return torch.empty(0, dtype=torch.uint8), str(error)
 
 
 def _receive(file: Path, source: int, group: dist.ProcessGroup) -> str:

@@ -63,30 +63,31 @@ class MemoryWriter:
         """
         if not self._is_sharded and self._rank > 0:
             return
-        path, invalid = self.path(step), self._wait_for_copies()
-        problem = ""
+        if self._pending is not None and any_rank([not self._pending[1].done()])[0]:
+            return  # the copies of the last state are still on their way
+        path, invalid, problem = self.path(step), self._invalid_state(), ""
         try:
             if not self._memory:
                 self._remove_all_but({path, self.path(resumed_at)})
             self._write(path, own, manifest, invalid)
-            if not self._is_sharded:
-                self._commit(path)
         except Exception as error:
             problem = cause(error) or type(error).__name__
         if self._is_sharded and any_rank([bool(problem)])[0]:
             problem = next(filter(None, all_gather_objects(problem and f"rank {self._rank}: {problem}", self._ranks)))
         if problem:
-            self._memory.pop(path, None)
+            for never_valid in filter(None, (path, invalid)):
+                self._memory.pop(never_valid, None)
         elif self._neighbours is not None:
             self._pending = path, self._neighbours.begin_swap(path, lambda: self._commit(path))
-        elif self._is_sharded:
-            self._commit(path)
+        else:
+            problem = self._commit(path)
         valid = {*self._memory} - ({path} if self._pending else set())
         self._remove_all_but({*self._memory, *([] if valid else [self.path(resumed_at)])})
-        self._report(step, problem)
+        if problem or self._neighbours is None:
+            self._report(step, problem)
 
-    def _wait_for_copies(self) -> Path | None:
-        """Waits for the copies of the last state. Returns its path if they can't be made: it never counts."""
+    def _invalid_state(self) -> Path | None:
+        """Returns the last state if its copies could not be made: it never counts."""
         if self._pending is None:
             return None
         (path, copying), self._pending = self._pending, None
@@ -124,9 +125,14 @@ class MemoryWriter:
             (path / "manifest").write_text(json.dumps({**manifest, "parts": {}}))
         self._memory[path] = memory
 
-    def _commit(self, path: Path) -> None:
-        if self._rank == 0:
-            (path / "manifest").replace(manifest_of(path))
+    def _commit(self, path: Path) -> str:
+        """Has rank 0 name the manifest. Returns its problem, or ''."""
+        try:
+            if self._rank == 0:
+                (path / "manifest").replace(manifest_of(path))
+        except OSError as error:
+            return str(error)
+        return ""
 
     def _take_memory(self, file: Path, invalid: Path | None) -> Tensor | None:
         """Gives this name to the memory of a state that is not needed, and returns it."""
@@ -136,6 +142,7 @@ class MemoryWriter:
         memory = self._memory.pop(state)
         manifest_of(state).unlink(missing_ok=True)
         with suppress(FileNotFoundError):
+            (state / part_name(self._rank, self._ranks)).unlink()
             (state / file.name).replace(file)
             return memory
         return None

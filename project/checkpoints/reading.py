@@ -324,7 +324,7 @@ def newest_in_memory(after: Path | None) -> tuple[Path, Manifest] | None:
             if manifest_of(path).exists():  # else whoever wrote it was killed
                 manifest = read_manifest(path)
                 check_complete(manifest)
-                Parted(path, partial(load_part, load))
+                Parted(path, load)
                 return path, manifest
         except Exception as error:  # it holds, say, more than plain values: a checkpoint on the disk is of before that
             log.warning("The state of step %d in memory is not used: %s.", step_of(path), shortened(error))

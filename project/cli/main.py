@@ -30,7 +30,7 @@ from project.cli.class_paths import Refusal, take_functions
 from project.cli.config import HelpAll, Parser, SaveConfig, brought, refuse_odd_sections, save_config, touches_nothing
 from project.cli.verbs import ABOUT
 from project.cluster.connection import close_connections
-from project.cluster.place import ATTEMPT, host
+from project.cluster.place import ATTEMPT, host, restarts
 from project.cluster.settings import flat
 from project.config_files import EVALUATING, RUNS, config_of_run, expand, folder_of, named_configs, run_config, strangers
 from project.data import ImageData
@@ -383,7 +383,7 @@ class ProjectCLI(LightningCLI):
         if self.dry:
             dry_run(self.trainer, self.model, self.datamodule, settings.dry_run)
             raise SystemExit(0)
-        if settings.doctor:
+        if settings.doctor and not restarts():  # ranks that a supervisor has replaced are on the same hosts
             self.doctor(self.model, self.datamodule, fast=True, join_timeout=settings.trainer.join_timeout)
 
     def doctor(self, model: LightningModule, datamodule: LightningDataModule | None = None, **settings: Any) -> None:

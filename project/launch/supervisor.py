@@ -226,6 +226,9 @@ class Supervisor:
         for message in decisions:  # the ranks may have been lost again meanwhile
             if not self._follow(message):
                 return False
+        if decisions and self._peers is not None and self._peers.is_alone:  # who has decided is gone, too
+            self._end = TRY_AGAIN
+            return False
         return bool(decisions) or None
 
     def _follow(self, decision: Mapping[str, object]) -> bool:
@@ -351,8 +354,9 @@ class Supervisor:
 
     def _may_restart(self, loss: str, missing: set[int], has_enough: bool) -> bool:
         """Returns whether the ranks are started again after a loss, without those that are missing, and reports it."""
-        states = sorted(path.name for path in self._memory.glob("step-*.ckpt")) if self._memory else []
-        refusal = self._losses.add(loss, states[-1] if states else "")
+        folders = [self._memory, self._life and self._life.with_name("checkpoints")]
+        states = [path.name for folder in folders if folder for path in folder.glob("step-*.json")]
+        refusal = self._losses.add(loss, max(states, default=""))
         if self._requested is not None:
             return False
         if not refusal and self._children.server.poll() is not None:

@@ -70,6 +70,7 @@ def test_a_lost_hosts_shards_are_in_the_memory_of_the_next(hosts, tmp_path, lost
     assert speaker.count("The run resumes without") >= 1
     assert speaker.count("Resumes from /dev/shm/samerun-state-") >= 1
     assert speaker.count("is not complete: no host has the part of rank(s)") == lost - 1
+    assert speaker.count("All ranks resume (restart") == lost - 1
     ours, theirs = weights(together), weights(alone)
     assert ours.pop("spread") is (lost == 1)
     assert not theirs.pop("spread")

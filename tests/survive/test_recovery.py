@@ -328,8 +328,10 @@ def test_losses_are_counted_by_the_progress_in_between():
 
 
 def test_the_newest_state_in_memory_is_resumed_from_and_steps_are_few(tmp_path):
-    done = program(tmp_path, *RUNS["own"], *RECOVER, "--trainer.devices=2", faults({"rank": 1, "step": 8}))
+    words = (*RUNS["own"], *RECOVER, "--trainer.devices=2", "--doctor=true")
+    done = program(tmp_path, *words, faults({"rank": 1, "step": 8}))
     assert done.code == 0, done.output
+    assert done.output.count("The doctor's findings") == 1
     assert "step-000000008.ckpt" in done.output or "step-000000006.ckpt" in done.output, done.output
     lines = [json.loads(line) for line in (tmp_path / "lightning_logs/it/life.jsonl").read_text().splitlines()]
     assert [line["event"] for line in lines] == ["start", "stop", "start", "stop"]
