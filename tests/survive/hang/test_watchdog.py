@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from project.errors import TRY_AGAIN
-from project.survive.hang import warden
+from project.survive.hang import stacks, warden
 from project.survive.hang.warden import start_time
 from project.watch.history import read_history
 from tests.cluster.machine import descendants, wait_until
@@ -307,3 +307,19 @@ def test_a_host_whose_link_is_cut(tmp_path: Path, record_property: Any) -> None:
     assert sorted(re.findall(r"The run hangs: rank \d on (h\d) is silent", "".join(said))) == ["h1", "h2"]
     assert "on h2 is silent" in said[0]
     assert "on h1 is silent" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("site-packages/project/checkpoints/callback.py", True),
+        ("site-packages/lightning/pytorch/callbacks/model_checkpoint.py", True),
+        ("site-packages/torch/distributed/checkpoint/state_dict_saver.py", True),
+        ("site-packages/torch/utils/checkpoint.py", False),  # computes activations again
+        ("site-packages/torch/nn/modules/linear.py", False),
+    ],
+)
+def test_who_waits_for_a_checkpoint_has_longer(file, expected):
+    names: dict[str, Any] = {}
+    exec(compile("import sys\ndef here(): return [sys._getframe()]", file, "exec"), names)
+    assert stacks.in_checkpoint(names["here"]()) is expected
