@@ -181,6 +181,8 @@ class Checkpoints(Checkpoint):
         # A module that steps by itself need not have done so since.
         if step % self._memory[1] == 0 and step != self._in_memory_at and not position(trainer).validation_due:
             self._in_memory_at = step
+            if self._memory[0].is_busy():
+                return
             for prepare in self.before_save:
                 prepare(trainer)
             self._memory[0].save(step, *self._state(trainer, finished=False), self._began_at)

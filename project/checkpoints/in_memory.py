@@ -53,18 +53,21 @@ class MemoryWriter:
         if self._pending is not None:
             self._pending[1].result()
 
+    def is_busy(self) -> bool:
+        """Returns whether copies of the last state are still on their way, on any rank. Called by all ranks."""
+        return self._pending is not None and any_rank([not self._pending[1].done()])[0]
+
     def path(self, step: int) -> Path:
         return self._folder / f"step-{step:09d}.ckpt"
 
     def save(self, step: int, own: Split, manifest: Manifest, resumed_at: int) -> None:
-        """Writes a state. Called by all ranks between the same two steps; a failure is reported, and training continues.
+        """Writes a state. Called by all ranks between the same two steps, when none is busy; a failure is reported, and
+        training continues.
 
         `own`: what this rank has of it, which is not copied; `resumed_at`: the step at which these ranks have begun.
         """
         if not self._is_sharded and self._rank > 0:
             return
-        if self._pending is not None and any_rank([not self._pending[1].done()])[0]:
-            return  # the copies of the last state are still on their way
         path, invalid, problem = self.path(step), self._invalid_state(), ""
         try:
             if not self._memory:

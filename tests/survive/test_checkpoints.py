@@ -363,7 +363,7 @@ def test_a_state_in_memory_that_is_written_again_does_not_count_meanwhile(tmp_pa
 def test_a_step_is_kept_in_memory_once_where_a_module_steps_by_itself(tmp_path):
     kept = []
     trainer = Trainer(default_root_dir=tmp_path, accelerator="cpu", max_epochs=1, enable_progress_bar=False)
-    saves = SimpleNamespace(save=lambda step, *_: kept.append(step), close=lambda: None)
+    saves = SimpleNamespace(save=lambda step, *_: kept.append(step), close=lambda: None, is_busy=lambda: False)
 
     class KeptInMemory(Callback):
         def setup(self, trainer, pl_module, stage):
