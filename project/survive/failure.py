@@ -51,7 +51,7 @@ _CONNECTION_CODE = (
 )
 # Seconds. The others notice at once that a rank is gone, and wait for it to say why; a launcher ends them when it has.
 # Of several ranks with the same error, rank 0 is first, and its launcher ends the rest before they repeat it.
-_FIRST, _SECOND, _LINGER = 1.0, 2.0, 6.0
+_FIRST, _SECOND, _LINGER, _LONG_LINGER = 1.0, 2.0, 6.0, 20.0
 EXITING = threading.Event()
 """Set when the watchdog's thread ends this process: an error that the main thread gets from that is no news."""
 BY_COMMAND = threading.Event()
@@ -238,7 +238,8 @@ def report_error(
     FAILED.set()
     if which == "lost":
         if not _report_lost_rank(error, rank, host, children, folder):
-            _wait_for_children(children, _LINGER)
+            # One that has reported its error ends soon, but for the load: its exit code counts.
+            _wait_for_children(children, _LONG_LINGER if children and LOST_RANKS.failures else _LINGER)
             if codes := {child.poll() for child in children} - {None, 0, TRY_AGAIN}:
                 return WRONG if WRONG in codes else 1  # it has ended by itself, and would again
         return LOST_RANKS.exit_code
@@ -374,9 +375,10 @@ def exit_at_once(error: BaseException | None) -> None:
 
 
 def _wait_for_children(children: Sequence[Popen[bytes]], seconds: float) -> None:
-    """Waits until a launched rank has ended, or for so long."""
+    """Waits until all launched ranks have ended, one of them has failed, or for so long."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if children and all(child.poll() is not None for child in children):
+        codes = [child.poll() for child in children]
+        if codes and (None not in codes or {*codes} - {None, 0, TRY_AGAIN}):
             return
         time.sleep(0.05)
