@@ -50,8 +50,9 @@ def bring_parts(path: Path, rank: int, local_rank: int, slice_of: Callable[[Stor
     """
     ranks = dist.get_world_size()
     group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
-    firsts = all_gather_objects(rank - local_rank, ranks, group)
-    here = cast(Path, all_gather_objects(memory_folder(), ranks, group)[firsts[rank]]) / path.name
+    of_ranks = all_gather_objects((rank - local_rank, memory_folder()), ranks, group)
+    firsts = [first for first, _ in of_ranks]
+    here = cast(Path, of_ranks[firsts[rank]][1]) / path.name
     if local_rank == 0:
         here.mkdir(exist_ok=True)
     problem = _send({(WHOLE, 0, host) for host in {*firsts} - {0}}, here, rank, group)
@@ -60,9 +61,9 @@ def bring_parts(path: Path, rank: int, local_rank: int, slice_of: Callable[[Stor
         state = Parted(here, load)
         state.checkpoint(lambda stored: slice_of(_Needed(stored, needed)))
         has = {part for part in range(state.ranks) if _is_of(state, here / part_name(part, state.ranks))}
-        of_ranks = all_gather_objects((needed, has), ranks, group)
-        sources = {part: firsts[by] for by, (_, parts) in reversed([*enumerate(of_ranks)]) for part in parts}
-        missing = {(part, firsts[by]) for by, (wanted, parts) in enumerate(of_ranks) for part in wanted - parts}
+        parts_of = all_gather_objects((needed, has), ranks, group)
+        sources = {part: firsts[by] for by, (_, parts) in reversed([*enumerate(parts_of)]) for part in parts}
+        missing = {(part, firsts[by]) for by, (wanted, parts) in enumerate(parts_of) for part in wanted - parts}
         if nowhere := sorted({part for part, _ in missing} - {*sources}):
             problem = f"no host has the part of rank(s) {', '.join(map(str, nowhere))}"
         else:
@@ -96,6 +97,10 @@ class Neighbours:
         self._group = Group()
         self._group.make()
         self._thread = ThreadPoolExecutor(1, "neighbours")
+
+    def close(self) -> None:
+        """Waits until the newest state's copies are on the next hosts, and ends the thread."""
+        self._thread.shutdown()
 
     def begin_swap(self, folder: Path, commit: Callable[[], str]) -> "Future[str]":
         """Sends, in a thread, this rank's part of a state to the next host, and receives that of the host before.

@@ -50,8 +50,8 @@ class MemoryWriter:
 
     def close(self) -> None:
         """Waits until the newest state's copies are on the next hosts."""
-        if self._pending is not None:
-            self._pending[1].result()
+        if self._neighbours is not None:
+            self._neighbours.close()
 
     def is_busy(self) -> bool:
         """Returns whether copies of the last state are still on their way, on any rank. Called by all ranks."""
@@ -174,6 +174,8 @@ def _copied(checkpoint: StateDict) -> StateDict:
     def copy(value: object, _: str) -> object:
         if not isinstance(value, Tensor):
             return value
-        return copies.setdefault(id(value), value.detach().to("cpu", copy=True))
+        if id(value) not in copies:
+            copies[id(value)] = value.detach().to("cpu", copy=True)
+        return copies[id(value)]
 
     return changed(checkpoint, copy)
