@@ -132,6 +132,9 @@ cat <<TABLE
 TABLE
 [ "$most" -eq 1 ] || echo "  master             $MASTER_ADDR:$MASTER_PORT"
 
+# A host that was lost and comes back: does it work? It takes seconds; exit code 69 is a host that the run does without.
+[ -z "$elastic" ] || "$python" -m project.doctor.joining >&2 || exit $?
+
 # The cores are shared out between the processes; torchrun would give each of them one, and say so at length.
 cores=$("$python" -c 'from project.cluster.cores import cores; print(cores('"$NPROC_PER_NODE"'))')
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}

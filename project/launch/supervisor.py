@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from math import inf
@@ -25,11 +25,12 @@ from pathlib import Path
 from project.cluster.place import MEMORY, host
 from project.config_files import documents, expand, run_config, setting
 from project.errors import LEFT_OUT, TRY_AGAIN
+from project.launch.bad_hosts import REPLACES_HOSTS, keep_away, requeue_without
 from project.launch.children import PASSED_ON, Children
 from project.launch.early_start import LAUNCHERS, free_port
 from project.launch.losses import STRIKES, Losses, Strikes
+from project.launch.membership import Membership
 from project.launch.memory_folder import make_folder_in_memory
-from project.launch.nodes import Nodes, nodes_file, store_address, store_answers
 from project.launch.orphans import LAUNCHER
 from project.launch.peers import Input, Peers, readable
 from project.launch.sweep import with_trial
@@ -49,7 +50,6 @@ _SPARES_AFTER = 2.0  # seconds: ranks that have just been started need the cores
 _GRACE = 20.0  # seconds that the other ranks have to end by themselves when one has failed
 _LOOK = 0.5  # seconds between two looks whether the fork server lives
 _ACKNOWLEDGEMENT, _ANSWER = 10.0, 90.0  # seconds that another supervisor waits for the first one's roll call, and its decision
-_ROLL, _DEATH = 1.5, 1.0  # seconds that a supervisor has to answer; seconds that the processes of a host take to die
 _LONGEST_MESSAGE = 1 << 16
 
 
@@ -81,9 +81,9 @@ class Supervisor:
         self, restarts: int, strikes: int, memory: Path | None, rank: int, world_size: int, several_hosts: bool
     ) -> None:
         """Starts the fork server. `rank`: its first rank; `world_size`: where an engine starts the ranks, their number."""
-        self._memory, self._rank, self._nodes = memory, rank, Nodes.of_environment(world_size)
+        self._memory, self._rank = memory, rank
         self._numbers: dict[str, str] = {}  # of the ranks, where they are no longer those that the engine gave them
-        self._host, self._until, self._store = host(), inf, store_address()
+        self._host, self._until = host(), inf
         self._attempt = 0
         self._requested: int | None = None  # the first signal that asked the run to stop
         self._life: Path | None = None  # the file in which rank 0 records the run's starts and stops
@@ -93,6 +93,7 @@ class Supervisor:
         self._early: list[dict[str, object]] = []  # messages of ranks that have come before it was known that they are there
         self._small_builds: set[str] = set()  # the ranks that say that making their objects needs little
         self._peers = Peers(rank == 0, several_hosts) if world_size > 1 else None
+        self._members = Membership(world_size, self._peers)
         self._children = Children()
         self._wake, wake = os.pipe()
         os.set_blocking(wake, False)
@@ -209,9 +210,8 @@ class Supervisor:
             reports = [message for message in received if "lost" in message and message["attempt"] == self._attempt]
             losses = [(str(message["lost"]), str(message["where"])) for message in reports]
             for gone in [int(str(message["gone"])) for message in received if "gone" in message]:
-                host_of = self._peers.hosts() if self._peers else {}
-                if gone in host_of and self._nodes.can_spare(self._nodes.with_all_of_their_nodes({gone})):
-                    losses.append((f"Rank {gone} on {host_of[gone]} is lost, with its supervisor.", ""))
+                if self._members.can_lose(gone):
+                    losses.append((f"Rank {gone} on {self._members.hosts[gone]} is lost, with its supervisor.", ""))
             return self._decide(*losses[0]) if losses else None
         for message in received:
             if "roll" in message and self._peers is not None:
@@ -269,12 +269,11 @@ class Supervisor:
 
         `where`: the host on which it was killed, if it was.
         """
-        missing, reports = self._call_roll()
+        missing, reports = self._members.call_roll(self._attempt)
         if not where and reports:  # of a rank that was killed: the others have lost it
             loss, where = reports[0]
-        hosts = self._peers.hosts() if self._peers else {}
-        has_enough = self._has_enough(missing)
-        silent = sorted({hosts[rank] for rank in missing if rank in hosts})
+        has_enough = self._members.has_enough(missing)
+        silent = sorted({self._members.hosts[rank] for rank in missing if rank in self._members.hosts})
         if unnamed := [name for name in silent if f" on {name} is lost" not in loss]:
             loss = f"{loss} No answer from {', '.join(unnamed)}."
         self._kill()
@@ -282,16 +281,21 @@ class Supervisor:
         culprits = silent or ([where] if where else [])
         if self._requested is not None or not has_enough:  # as where this host is the one that is cut off
             culprits = []
-        left_out: list[str] = []
+        left_out, needed = list[str](), list[str]()
         for bad, times in self._strikes.add(culprits, self._life).items():
             loss = f"{loss} {bad} has lost ranks {times} times within an hour."
-            if struck := self._ranks_to_leave_out(bad, missing):
-                missing, left_out = missing | struck, [*left_out, bad]
-        restart = self._may_restart(loss, missing, has_enough)
-        self._end = None if restart else TRY_AGAIN
+            struck = self._members.ranks_to_leave_out(bad, missing)
+            missing = missing | struck
+            (left_out if struck else needed).append(bad)
+        if needed and REPLACES_HOSTS in os.environ:
+            self._report(f"{loss} All ranks end: Ray starts them again without {', '.join(needed)}.")
+            restart, left_out = False, [*left_out, *needed]
+        else:
+            restart = self._may_restart(loss, missing, has_enough, needed)
+        self._end = None if restart else LEFT_OUT if self._host in left_out else TRY_AGAIN
         if self._peers is not None:
             without = {"without": sorted(missing), "left_out": left_out}
-            self._peers.send(**({"restart": self._attempt + 1, **without} if restart else {"end": True}))
+            self._peers.send(**({"restart": self._attempt + 1} if restart else {"end": True}), **without)
         if restart:
             self._renumber(missing)
         return restart
@@ -304,46 +308,11 @@ class Supervisor:
                 with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
                     add_stop(self._life, rank.pid, json.dumps(stop))
 
-    def _ranks_to_leave_out(self, host: str, missing: set[int]) -> set[int]:
-        """Returns the ranks of a host, if the run can do without it; none where another node may have its name."""
-        if self._peers is None:
-            return set()
-        ranks = {rank for rank, name in self._peers.hosts().items() if name == host}
-        if not ranks or ranks & self._peers.needed or ranks != self._nodes.with_all_of_their_nodes({min(ranks)}):
-            return set()
-        return ranks if self._nodes.can_spare(missing | ranks) else set()
-
-    def _call_roll(self) -> tuple[set[int], list[tuple[str, str]]]:
-        """Returns the ranks whose supervisors are missing, and killed ranks that were reported meanwhile, with their hosts."""
-        if self._peers is None:
-            return set(), []
-        seconds, until = _ROLL if self._nodes.least else 0.0, time.monotonic() + _DEATH
-        missing, reports = self._peers.call_roll(self._attempt, seconds)
-        while self._nodes.with_all_of_their_nodes(missing) != missing and self._nodes.least and time.monotonic() < until:
-            time.sleep(0.1)  # where a host goes down, one of its processes may outlive the other
-            missing, more = self._peers.call_roll(self._attempt, seconds)
-            reports += more
-        return missing, reports
-
-    def _has_enough(self, missing: set[int]) -> bool:
-        """Returns whether the supervisors of all ranks that a restart needs have answered."""
-        if self._peers is None or self._nodes.ranks == 1:
-            return True
-        if self._peers.is_any_done or not self._peers.hosts():
-            return False
-        return not missing or (self._nodes.can_spare(missing) and store_answers(self._store))
-
     def _renumber(self, missing: set[int]) -> None:
         """Gives the ranks new numbers, as the run resumes without some; ends spares, which have the old ones."""
-        if not missing or self._peers is None:
-            return
-        self._nodes, numbers = self._nodes.without(missing)
-        self._peers.renumber(numbers)
-        self._rank = numbers[self._rank]
-        self._numbers = self._nodes.environment(self._rank)
-        self._children.end_spares()  # which may have made their objects for the former number of ranks
-        with suppress(OSError):  # for torchrun's agent, which would wait for all nodes at the end
-            nodes_file(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(self._numbers["GROUP_WORLD_SIZE"])
+        if missing and self._peers is not None:
+            self._rank, self._numbers = self._members.renumber(missing, self._rank)
+            self._children.end_spares()  # which may have made their objects for the former number of ranks
 
     def _kill(self) -> None:
         """Kills all ranks. Ends this process where one of them can't be killed."""
@@ -352,10 +321,17 @@ class Supervisor:
             self._report(f"Ranks can't be killed: {numbers}. They wait for a disk or a device in the kernel.")
             raise SystemExit(TRY_AGAIN)
 
-    def _may_restart(self, loss: str, missing: set[int], has_enough: bool) -> bool:
-        """Returns whether the ranks are started again after a loss, without those that are missing, and reports it."""
-        folders = [self._memory, self._life and self._life.with_name("checkpoints")]
-        states = [path.name for folder in folders if folder for path in folder.glob("step-*.json")]
+    def _may_restart(self, loss: str, missing: set[int], has_enough: bool, bad_hosts: Sequence[str]) -> bool:
+        """Returns whether the ranks are started again after a loss, and reports it.
+
+        Args:
+            loss: the loss, in sentences.
+            missing: ranks that the run resumes without.
+            has_enough: whether the supervisors of all ranks that are needed have answered.
+            bad_hosts: hosts that have lost too many ranks, and that the run can't do without.
+        """
+        disk = self._life and self._life.with_name("checkpoints")
+        states = [path.name for folder in (self._memory, disk) if folder for path in folder.glob("step-*.json")]
         refusal = self._losses.add(loss, max(states, default=""))
         if self._requested is not None:
             return False
@@ -364,14 +340,20 @@ class Supervisor:
         if not has_enough:
             self._report(f"{loss} Not all supervisors are there: not restarted here. The same command resumes the run.")
             return False
-        again = f"{refusal}: not restarted. The same command resumes the run."
-        who = f"The run resumes without {len(missing)} of its {self._nodes.ranks} ranks" if missing else "All ranks resume"
-        self._report(f"{loss} {again if refusal else f'{who} (restart {self._losses}).'}")
-        return not refusal
+        advice = keep_away(bad_hosts)
+        if refusal:
+            newest = max(disk.glob("step-*.ckpt"), default=None) if disk else None
+            is_queued = requeue_without(bad_hosts, newest)
+            again = "The job is back in the queue." if is_queued else "The same command resumes the run."
+            self._report(f"{loss} {refusal}: not restarted. {again} {advice}")
+            return False
+        who = f"The run resumes without {len(missing)} of its {self._members.ranks} ranks" if missing else "All ranks resume"
+        self._report(f"{loss} {who} (restart {self._losses}). {advice}")
+        return True
 
     def _report(self, text: str) -> None:
         """Prints a warning, and writes it into the run's log, where it is known."""
-        text = text[0].upper() + text[1:]
+        text = text[0].upper() + text[1:].rstrip()
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} WARNING {text}", file=sys.stderr, flush=True)
         if self._life is not None:
             add_to_log(self._life, "WARNING", text)

@@ -31,8 +31,8 @@ class Recovery(Callback):
         restarts: how often the ranks are started again; with 0 a lost rank ends the run. Under plain Python,
             torchrun, srun and Ray.
         every_n_steps: keep the run's state in memory every so many optimiser steps; None leaves it to the checkpoints on disk.
-        strikes: leave out a host that has lost ranks so many times within an hour, if the run can do without it
-            (scripts/launch.sh with NNODES=MIN:MAX); the log names others.
+        strikes: don't use a host again that has lost ranks so many times within an hour, where the engine can do without it
+            (scripts/launch.sh with NNODES=MIN:MAX, Slurm's requeue, Ray); the log names others.
     """
 
     def __init__(self, restarts: int = 0, every_n_steps: int | None = 10, strikes: int = STRIKES) -> None:

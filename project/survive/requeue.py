@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -47,6 +47,17 @@ def _seconds_left() -> float | None:
     """Returns the seconds until Slurm ends this job, where it reports them."""
     match = re.search(r"\bEndTime=(\d\S+)", _scontrol("show", "job", os.environ["SLURM_JOB_ID"]) or "")
     return (datetime.fromisoformat(match[1]) - datetime.now()).total_seconds() if match else None
+
+
+def _field(name: str, text: str) -> str:
+    """Returns the value of a field that scontrol shows; '' where there is none."""
+    match = re.search(rf"\b{name}=([^\s(]+)", text)
+    return match[1] if match else ""
+
+
+def _nodes(names: str) -> set[str]:
+    """Returns the nodes that a list of Slurm's names, 'n[1-3],m4'."""
+    return {*(_scontrol("show", "hostnames", names) or "").split()} if names else set()
 
 
 def grace_period() -> tuple[float, str] | None:
@@ -92,6 +103,34 @@ class Requeue:
         """Returns the path of the file that names the newest checkpoint at each requeueing, a line for each."""
         return Path("lightning_logs") / f".requeues-{os.environ['SLURM_JOB_ID']}"
 
+    @property
+    def _excluded(self) -> Path:
+        """Returns the path of the file with the nodes on which the job is not to be started again, a line for each."""
+        return Path("lightning_logs") / f".excluded-{os.environ['SLURM_JOB_ID']}"
+
+    def exclude(self, nodes: Sequence[str]) -> str:
+        """Has Slurm start the job without these nodes when it is requeued. Returns a sentence; '' for a job that never is."""
+        job = _scontrol("show", "job", job_name()) or ""  # nothing in a container: there scripts/slurm.sbatch does all of this
+        if job and (_field("BatchFlag", job), _field("Requeue", job)) != ("1", "1"):
+            return ""
+        others = _nodes(_field("Nodes", _scontrol("show", "partition", _field("Partition", job)) or ""))
+        others -= {*nodes} | _nodes(_field("ExcNodeList", job))
+        if job and len(others) < int(_field("NumNodes", job).partition("-")[0] or 1):
+            return "Slurm has no other node for this job."
+        with suppress(OSError):
+            self._excluded.parent.mkdir(exist_ok=True)
+            with open_to_append(self._excluded) as file:
+                file.write("".join(f"{node}\n" for node in nodes))
+        return f"Slurm excludes {', '.join(nodes)} when it requeues the job."
+
+    def _exclude_nodes(self) -> None:
+        """Adds nodes to those that the job is not started on; Slurm allows that while the job is in the queue."""
+        with suppress(OSError):
+            nodes = {*read_text(self._excluded).split()} | _nodes(
+                _field("ExcNodeList", _scontrol("show", "job", job_name()) or "")
+            )
+            _scontrol("update", f"JobId={job_name()}", f"ExcNodeList={','.join(sorted(nodes))}")
+
     given_up = False
 
     def requeue(self) -> bool:
@@ -118,14 +157,17 @@ class Requeue:
                 with open_to_append(self._marks) as file:
                     file.write(f"{mark}\n")
             self._put = _scontrol("requeue", job_name()) is not None
+            if self._put:
+                self._exclude_nodes()
         if self._put:
             log.info("Slurm job %s is back in the queue%s.", job_name(), f" and will resume from {newest}" if newest else "")
         return self._put
 
     def remove_count_file(self) -> None:
-        """Removes the file that counts requeueings, in a job step: the run is finished."""
+        """Removes what the job has noted for its next start, in a job step: the run is finished."""
         if in_job_step():
             self._marks.unlink(missing_ok=True)
+            self._excluded.unlink(missing_ok=True)
 
 
 REQUEUE = Requeue()

@@ -140,7 +140,7 @@ def test_supervisors_resume_without_a_host_that_is_silent(hosts, tmp_path):
 
 
 def test_a_host_that_loses_ranks_again_and_again_is_left_out(alone, hosts, tmp_path):
-    """Of the store's host, h1, and of h3: the one that the run can do without. It may come back."""
+    """Of the store's host, h1, and of h3: the one that the run can do without. It may come back when it works."""
     chosen = [
         json.loads(word.partition("=")[2]) for word in (slowly(0.05), faults({"rank": 2, "step": 7}, {"rank": 2, "step": 20}))
     ]
@@ -152,6 +152,10 @@ def test_a_host_that_loses_ranks_again_and_again_is_left_out(alone, hosts, tmp_p
     assert "Rank 2 on h3 was killed by signal 9. All ranks resume (restart 1 of 5)." in speaker.read_text()
     line = "signal 9. h3 has lost ranks 2 times within an hour. The run resumes without 1 of its 3 ranks (restart 2 of 5)."
     assert line in speaker.read_text()
+    broken = launch(hosts[2].seeing(Path("/proc"), Path("/dev/shm")), tmp_path, *words, nodes="2:3")
+    assert broken.wait(60) == LEFT_OUT, printed(tmp_path)
+    unfit = "h3 is unfit, and does not join the run: /dev/shm can't be written: No such file or directory."
+    assert (tmp_path / "h3.txt").read_text().endswith(f"{unfit}\n"), printed(tmp_path)
     running[2] = launch(hosts[2], tmp_path, *words, nodes="2:3")
     wait_until(lambda: speaker.read_text().count("3 hosts x 1 process") == 3, 120, lambda: printed(tmp_path))
     (tmp_path / "hurry").touch()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import secrets
 import signal
 import time
@@ -11,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cluster.machine import wait_until
+from tests.cluster.machine import command, wait_until
 from tests.cluster.ray_hosts import RayHosts
 from tests.cluster.training import FIT, RECOVER, assert_same_curve, slowly, step
 from tests.conftest import forked, took
-from tests.survive.test_resume import same
+from tests.survive.test_resume import faults, same
 
 pytestmark = pytest.mark.slow
 
@@ -108,6 +109,38 @@ def test_killed_ranks_are_replaced_and_ray_need_not_know(cluster, two_ranks, tmp
     assert driver.code() == 0, driver.output()
     assert driver.output().count("All ranks resume") == 2
     assert_same(tmp_path, two_ranks)
+
+
+def test_a_host_that_loses_ranks_again_and_again_is_not_used_again(cluster, two_ranks, tmp_path):
+    """Two ranks that supervisors start again, until a host has lost too many; the other one has room for both."""
+    words = (*FIT, faults({"rank": 1, "step": 7}, {"rank": 1, "step": 20}), "--recover.restarts=5", "--recover.strikes=2")
+    driver = cluster.start(*words, *TWO, cwd=tmp_path)
+    assert driver.code() == 0, driver.output()
+    report = driver.output()
+    line = r"(h\d) has lost ranks 2 times within an hour. All ranks end: Ray starts them again without \1\.\n"
+    bad = re.findall(line, report)
+    assert re.findall(r"(h\d) has lost too many ranks \(recover\.strikes\): not used again\.\n", report) == bad, report
+    assert re.findall(r"2 workers on (h\d) x 2\n", report) == [{"h1": "h2", "h2": "h1"}[bad[0]]], report
+    assert report.count("failure 1 of 3") == 1, report
+    assert_same(tmp_path, two_ranks)
+
+
+@pytest.mark.faults
+def test_a_host_that_is_unfit_after_a_failure_is_not_used_again(cluster, two_ranks, tmp_path):
+    """The folder of the run can no longer be written on h2. Without supervisors Ray's driver counts the ranks that are lost."""
+    driver = cluster.start(*FIT, slowly(0.05), *TWO, cwd=tmp_path)
+    comes_to(tmp_path, 10, driver)
+    (child,) = cluster.children(1)
+    for options in ("--bind", "-oremount,ro,bind"):
+        command("nsenter", "-t", str(cluster.hosts[1].pids()[0]), "--mount", "mount", options, str(tmp_path), str(tmp_path))
+    (tmp_path / "hurry").touch()
+    os.kill(child, signal.SIGKILL)
+    assert driver.code() == 0, driver.output()
+    unfit = f"h2 is unfit, and does not join the run: {tmp_path} can't be written: Read-only file system: not used again."
+    assert unfit in driver.output()
+    assert "2 workers on h1 x 2" in driver.output()
+    assert_same(tmp_path, two_ranks)
+    cluster.lose(1)
 
 
 @pytest.mark.faults

@@ -297,10 +297,13 @@ def test_ranks_compute_in_threads_after_a_users_module_has_when_it_was_imported(
 
 def test_ranks_that_are_lost_again_and_again_are_given_up(tmp_path):
     always = "--trainer.callbacks=" + json.dumps([{"class_path": "tests.survive.broken.AlwaysKilled"}])
-    done = program(tmp_path, *RUNS["own"], *RECOVER, "--trainer.devices=2", always)
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "PROJECT_NODE": "node-7"}
+    done = program(tmp_path, *RUNS["own"], *RECOVER, "--trainer.devices=2", always, **pod)
     assert done.code == 75, done.output
     assert done.output.count("All ranks resume") == 2
-    assert "Ranks were lost 3 times within the same steps: not restarted. The same command resumes the run." in done.output
+    assert "(on node-7) has lost ranks 3 times within an hour. Ranks were lost 3 times within the same steps" in done.output
+    hint = "HINT: kubectl cordon node-7 keeps new pods from there (or a nodeAffinity in the manifest).\n"
+    assert f": not restarted. The same command resumes the run. {hint}" in done.output
     folder = tmp_path / "lightning_logs/it"
     assert (folder / "log.txt").read_text().count("WARNING Rank ") == 3
     wait_until((folder / "report.html").is_file, 60, "no rank is left that writes the report")

@@ -11,13 +11,17 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from project.errors import TRY_AGAIN, WRONG, UserError
+from project.errors import LEFT_OUT, TRY_AGAIN, WRONG
+from project.launch.bad_hosts import REPLACES_HOSTS
+from project.launch.losses import Strikes
 from project.launch.ray.cluster import last_line, say
+from project.launch.ray.room import Room, draining_nodes
 from project.launch.ray.supervisor import Supervisor
 
 STOPPED = {128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
@@ -36,15 +40,6 @@ def passed_on(grace: float) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
     environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = f"{grace:g}"  # the training warns of a checkpoint that takes longer
     return environment
-
-
-def resources(options: argparse.Namespace) -> dict[str, float]:
-    """Returns what each worker needs."""
-    total = ray.cluster_resources().get("GPU", 0)
-    gpus = float(total >= 1) if options.gpus is None else options.gpus
-    if gpus > total and options.address is None:
-        raise UserError(f"--gpus {gpus:g}: this machine has {total:g}. HINT: --address of a Ray cluster that has.")
-    return {name: value for name, value in (("CPU", options.cpus), ("GPU", gpus)) if value} or {"CPU": 0.001}
 
 
 def layout(nodes: Sequence[str], gpus: Sequence[str]) -> list[dict[str, str]]:
@@ -75,7 +70,9 @@ def shown(code: int) -> str:
 class Start:
     """One start of all ranks, and how it ended."""
 
+    nodes: list[str] = field(default_factory=list)
     hosts: list[str] = field(default_factory=list)
+    """Of each rank, Ray's id of its node, and its host."""
     codes: dict[int, int] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
     """Ranks whose supervisors are lost, and Ray's reason."""
@@ -100,6 +97,17 @@ class Start:
         texts += [f"rank {rank} on {self.hosts[rank]} is lost: {why}" for rank, why in sorted(self.lost.items())]
         return "; ".join(texts) or "not all ranks have ended"
 
+    def bad_nodes(self, strikes: Strikes, life: Path) -> set[str]:
+        """Returns the nodes that have lost too many ranks: by their exit codes, or with those that were killed now."""
+        killed = [rank for rank, code in self.codes.items() if code < 0] or list(self.lost)
+        bad = (
+            {*strikes.add([self.hosts[rank] for rank in killed], life)}
+            if len({self.hosts[rank] for rank in killed}) == 1
+            else {}
+        )
+        bad_ranks = [rank for rank, host in enumerate(self.hosts) if host in bad or self.codes.get(rank) == LEFT_OUT]
+        return {self.nodes[rank] for rank in bad_ranks if rank < len(self.nodes)}
+
     def end(self, signals: Sequence[int]) -> int | None:
         """Returns the exit code of a run that is over; None where the ranks have failed, or were stopped to be placed anew."""
         codes, complete = set(self.codes.values()), len(self.codes) == len(self.hosts)
@@ -121,7 +129,8 @@ class Fit:
 
     def __init__(self, options: argparse.Namespace, signals: Sequence[int]) -> None:
         self._options, self._signals = options, signals
-        self._needs = resources(options)
+        self._room = Room(options)
+        self._strikes, self._starts = Strikes(options.strikes), 0
 
     def run(self) -> int:
         """Starts the training until it has ended, and returns its exit code."""
@@ -144,6 +153,8 @@ class Fit:
             if start.moved and not start.lost and set(start.codes.values()) <= {*STOPPED, TRY_AGAIN}:
                 self.say("INFO", f"Ray starts the workers again: {start.moved}.")
                 continue
+            for node in start.bad_nodes(self._strikes, self._options.folder / "life.jsonl"):
+                self._leave_out(node, f"{start.hosts[start.nodes.index(node)]} has lost too many ranks (recover.strikes)")
             failures += 1
             if 0 <= most < failures:
                 why = f"{start.cause()}; so many failures: {failures} (--max-failures {most})"
@@ -162,20 +173,10 @@ class Fit:
         stream.buffer.write(text)
         stream.flush()
 
-    def _room(self) -> int:
-        """Returns how many workers the hosts could take, within what is wanted."""
-        draining = ray._private.state.state.get_draining_nodes()
-        hosts = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in draining]
-        room = sum(min(int(host.get(name, 0) // each) for name, each in self._needs.items()) for host in hosts)
-        return int(min(max(room, self._options.min_workers), self._options.workers))
-
-    def _group(self, count: int) -> PlacementGroup:
-        return placement_group([self._needs] * count, strategy=self._options.placement)
-
     def _place(self) -> PlacementGroup | None:
         """Returns a placement group with a bundle for each worker, when there is room; None where a signal came before."""
-        count, began, warned = self._room(), time.monotonic(), False
-        group, since = self._group(count), began
+        count, began, warned = self._room.workers(), time.monotonic(), False
+        group, since = self._room.reserve(count), began
         while not self._signals:
             if group.wait(0.5):
                 return group
@@ -183,11 +184,11 @@ class Fit:
             if now > since + _SHRINK and count > self._options.min_workers:
                 remove_placement_group(group)
                 count -= 1
-                group, since = self._group(count), now
+                group, since = self._room.reserve(count), now
             if now > began + self.patience and not warned:
                 warned, free = True, ray.available_resources()
-                each = ", ".join(f"{value:g} {name}" for name, value in self._needs.items())
-                rest = ", ".join(f"{free.get(name, 0):g} {name}" for name in self._needs)
+                each = ", ".join(f"{value:g} {name}" for name, value in self._room.needs.items())
+                rest = ", ".join(f"{free.get(name, 0):g} {name}" for name in self._room.needs)
                 why = f"Ray has no room yet for {count} worker(s) with {each} each; free in all: {rest}"
                 self.say("WARNING", f"{why}. Waiting.")
         remove_placement_group(group)
@@ -198,16 +199,21 @@ class Fit:
         nodes_of, count = placement_group_table(group)["bundles_to_node_id"], group.bundle_count
         bundles = sorted(range(count), key=lambda bundle: str(nodes_of[bundle]))  # a node's ranks side by side
         nodes, start.hosts = [nodes_of[bundle] for bundle in bundles], ["an unknown host"] * count
-        actor = ray.remote(num_cpus=self._needs.get("CPU", 0), num_gpus=self._needs.get("GPU", 0))(Supervisor)
+        start.nodes, self._starts = nodes, self._starts + 1
+        actor = ray.remote(num_cpus=self._room.needs.get("CPU", 0), num_gpus=self._room.needs.get("GPU", 0))(Supervisor)
         strategies = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in bundles]
         actors = [actor.options(scheduling_strategy=strategy).remote() for strategy in strategies]
         try:
             places = ray.get([supervisor.place.remote() for supervisor in actors], timeout=_ANSWER)
             start.hosts = [place.host for place in places]
+            if self._starts > 1 and (reason := self._unfit_host(actors, start)):
+                start.moved = reason
+                return
             counts = {host: start.hosts.count(host) for host in start.hosts}
             each = ", ".join(f"{host} x {many}" if many > 1 else host for host, many in counts.items())
             self.say("INFO", f"Ray: {count} worker{'s' * (count > 1)} on {each}")
             common = passed_on(self._options.grace) | {"TORCHELASTIC_RUN_ID": self._options.name}
+            common |= {REPLACES_HOSTS: "1"} if all(self._room.can_spare(node) for node in {*nodes}) else {}
             common |= {"MASTER_ADDR": places[0].address, "MASTER_PORT": str(places[0].port)}
             variables = layout(nodes, [place.gpus for place in places])
             starts = [
@@ -219,6 +225,21 @@ class Fit:
             start.lost[0] = last_line(error)
         else:
             self._watch(actors, nodes, start)
+
+    def _unfit_host(self, actors: list["ray.actor.ActorHandle"], start: Start) -> str:
+        """Leaves out hosts that are unfit. Returns why the ranks are to be placed anew, or ''."""
+        reasons = ray.get([supervisor.unfit.remote(self._options.cwd) for supervisor in actors], timeout=2 * _ANSWER)
+        for node, reason in zip(start.nodes, reasons, strict=True):
+            if reason and node not in self._room.left_out:
+                self._leave_out(node, reason)
+        return "without an unfit host" if self._room.left_out & {*start.nodes} else ""
+
+    def _leave_out(self, node: str, why: str) -> None:
+        """Does not use a node again, if there is room without it."""
+        self.say(
+            "WARNING",
+            f"{why.rstrip('.')}: {'not used again' if self._room.leave_out(node) else 'there is no room without it'}.",
+        )
 
     def _watch(self, actors: list["ray.actor.ActorHandle"], nodes: list[str], start: Start) -> None:
         """Passes signals on, until all ranks have ended, or have had the time that they may take."""
@@ -257,13 +278,13 @@ class Fit:
 
     def _moves(self, nodes: list[str], hosts: list[str], grows: bool) -> str:
         """Returns why the ranks are to be placed anew: a host is taken away, or there is room for more of them."""
-        draining = ray._private.state.state.get_draining_nodes()
+        draining = draining_nodes()
         if taken := sorted({host for node, host in zip(nodes, hosts, strict=True) if node in draining}):
             return f"{', '.join(taken)} is taken away"
-        more = self._room() - len(nodes) if grows else 0
+        more = self._room.workers() - len(nodes) if grows else 0
         if more <= 0:
             return ""
-        group = self._group(more)
+        group = self._room.reserve(more)
         fits = group.wait(2)
         remove_placement_group(group)
         return "another number of workers" if fits else ""
