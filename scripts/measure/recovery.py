@@ -1,11 +1,12 @@
 #!/usr/bin/env python
 """From SIGKILL of a rank to the end of the first new step: ranks that a supervisor replaces, against torchrun's restarts.
 
-    .venv/bin/python scripts/measure/recovery.py [RANKS] [KILLS] [--run minires|own|sharded] [--by plain torchrun srun ...]
+    .venv/bin/python scripts/measure/recovery.py [RANKS] [KILLS] [--run minires|own|sharded] [--by plain torchrun srun ...] [WORDS]
 
 They take turns of two kills each, seconds after a start, on the CPU, a thread for each rank. The runs: MiniResNet with small
 images; a user's own module with torchmetrics; a sharded GPT. `srun` is a real Slurm (as root) with all ranks on one node; under
-`nodes` each has its own; `restarts` are torchrun's. Prints medians, the least and the most, and the steps taken again.
+`nodes` each has its own; `ray` has a cluster on this machine; `restarts` are torchrun's. Other words (--recover.every_n_steps=1)
+go to all of them. Prints medians, the least and the most, and the steps taken again.
 """
 
 import argparse
@@ -104,9 +105,9 @@ def main() -> None:
     parser.add_argument("kills", nargs="?", type=int, default=4)
     parser.add_argument("--run", choices=WORDS, default="minires")
     parser.add_argument("--by", nargs="+", default=["plain", "torchrun", "restarts"])
-    given = parser.parse_args()
+    given, more = parser.parse_known_args()
     ranks, python, project = given.ranks, sys.executable, ("-m", "project")
-    words = (*RUNS[given.run], *LONG, *(word.format(BATCH[given.run] * ranks) for word in WORDS[given.run]))
+    words = (*RUNS[given.run], *LONG, *(word.format(BATCH[given.run] * ranks) for word in WORDS[given.run]), *more)
     supervised = (*words, "--recover.restarts=100")
     torchrun = (python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
     programs = {
@@ -114,6 +115,7 @@ def main() -> None:
         "torchrun": (*torchrun, *project, "--", *supervised),
         "srun": ("srun", "--nodes=1", f"--ntasks-per-node={ranks}", python, *project, *supervised),
         "nodes": ("srun", f"--nodes={ranks}", "--ntasks-per-node=1", python, *project, *supervised),
+        "ray": (python, *project, "ray", *supervised, f"--workers={ranks}"),
         "restarts": (*torchrun, "--max-restarts=100", *project, "--", *words, "--checkpoints.every_n_steps=10"),
     }
     taken: dict[str, list[tuple[float, int]]] = {name: [] for name in given.by}
