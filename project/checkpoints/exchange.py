@@ -80,6 +80,14 @@ def bring_parts(path: Path, rank: int, local_rank: int, slice_of: Callable[[Stor
     return here
 
 
+def has_all_parts(path: Path) -> bool:
+    """Returns whether a state in memory lies in this folder with the parts of all its ranks."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        ranks = int(json.loads(manifest_of(path).read_text())["world_size"])
+        return all(bytes_of(path / part_name(rank, ranks)).exists() for rank in range(ranks))
+    return False
+
+
 def _is_of(state: Parted, part: Path) -> bool:
     """Returns whether a part is there, and of this state."""
     with suppress(OSError, ValueError):

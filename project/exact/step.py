@@ -14,7 +14,8 @@ from project.errors import UserError
 from project.exact.checks import MovedWeights, explain_missing_gradients
 from project.exact.gradients import ExactGradients
 from project.exact.logged import ExactResults
-from project.sharded.shards import clip_with_norm, total_norm
+from project.sharded.local_step import clip, on_shards
+from project.sharded.shards import total_norm
 from project.sharded.strategy import Sharded
 from project.step.gradients import Gradients
 from project.typed import typed
@@ -118,7 +119,10 @@ class ExactStep(Gradients):
     def clip_by_norm(self, parameters: list[Tensor], most: float) -> Tensor:
         if self._sums is None or not self._sums.whole:
             return super().clip_by_norm(parameters, most)
-        return clip_with_norm(parameters, most, self.norm(parameters))
+        return clip(parameters, most, self.norm(parameters))
+
+    def update(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        return on_shards(optimizer)
 
     def teardown(self) -> None:
         """Takes the hooks off the parameters: another Trainer may train them."""

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from project.checkpoints.callback import checkpoints_of
-from project.checkpoints.exchange import bring_parts
+from project.checkpoints.exchange import bring_parts, has_all_parts
 from project.checkpoints.reading import SafeCheckpointIO, memory_folder, newest_good, whole_manifest
 from project.cluster import shared_folder
 from project.errors import FaultError, UserError
@@ -188,7 +188,7 @@ class Resuming(_CheckpointConnector):
             super().resume_start(path, weights_only)
             return
         in_memory = strategy.broadcast(Path(path).parent == memory_folder())
-        if in_memory and isinstance(strategy, Sharded):
+        if in_memory and isinstance(strategy, Sharded) and (trainer.num_nodes > 1 or not has_all_parts(Path(path))):
             slice_of = strategy.slice_of if strategy.is_sharded else lambda stored: stored.read()
             here = bring_parts(Path(path), trainer.global_rank, trainer.local_rank, slice_of)
             super().resume_start(here, weights_only)

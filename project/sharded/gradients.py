@@ -1,14 +1,15 @@
 """Gradients of which each rank has a shard: `fully_shard` adds them up in the backward pass."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import cast
 
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
 
-from project.sharded.shards import clip_with_norm, total_norm
+from project.sharded.local_step import clip, on_shards
+from project.sharded.shards import total_norm
 from project.sharded.strategy import Sharded
-from project.step.data_ranks import data_ranks
 from project.step.gradients import Gradients
 
 
@@ -28,6 +29,7 @@ class ShardedGradients(Gradients):
         return total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
 
     def clip_by_norm(self, parameters: list[Tensor], most: float) -> Tensor:
-        if data_ranks(self.trainer).shared_by == 1:
-            return clip_grad_norm_(parameters, most)
-        return clip_with_norm(parameters, most, self.norm(parameters))
+        return clip(parameters, most, self.norm(parameters))
+
+    def update(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        return on_shards(optimizer)

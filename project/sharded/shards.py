@@ -8,11 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.optim import Optimizer
 
 from project.errors import UserError
 from project.parts import Layout, Stored, changed, mark
-from project.step.gradients import with_gradients
 from project.typed import StateDict
 
 
@@ -34,20 +32,21 @@ def shard_like(value: object, like: object) -> object:
         value = value.full_tensor()
     if not isinstance(like, DTensor) or not isinstance(value, Tensor):
         return value
-    return _placed(_slice_of(value, like).to(like.to_local().device, copy=True).contiguous(), like)
+    return placed_like(_slice_of(value, like).to(like.to_local().device, copy=True).contiguous(), like)
 
 
 def view_of(value: Tensor, like: DTensor) -> DTensor:
     """Returns this rank's shard in the memory of the whole tensor."""
-    return _placed(_slice_of(value, like), like)
+    return placed_like(_slice_of(value, like), like)
 
 
 def gather(tensor: DTensor, device: torch.device) -> Tensor:
     """Returns all of a tensor, which may lie on the host, gathered on a device. Called by all ranks together."""
-    return _placed(tensor.to_local().to(device), tensor).full_tensor()
+    return placed_like(tensor.to_local().to(device), tensor).full_tensor()
 
 
-def _placed(shard: Tensor, like: DTensor) -> DTensor:
+def placed_like(shard: Tensor, like: DTensor) -> DTensor:
+    """Returns a tensor of which this is the shard of this rank, placed like another one of its shape."""
     mesh, placements = like.device_mesh, like.placements
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
@@ -74,16 +73,10 @@ def any_rank(flags: Sequence[bool]) -> list[bool]:
 
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Returns the norm of all tensors together. All ranks call this where they are sharded."""
+    """Returns the norm of all tensors together, in which each slice counts once. All ranks call this where they are sharded."""
     tensors = [*tensors]
-    if len({(tensor.device_mesh, tensor.placements) for tensor in tensors if isinstance(tensor, DTensor)}) > 1:
-        return _norm_of_several_placements(tensors)
-    norm = torch.nn.utils.get_total_norm(tensors)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def _norm_of_several_placements(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns a norm in which each slice counts once. Torch takes none of tensors that are placed differently."""
+    if not any(isinstance(tensor, DTensor) for tensor in tensors):
+        return torch.nn.utils.get_total_norm(tensors)
     first: dict[object, bool] = {None: dist.get_rank() == 0}  # by placement, whether this rank's slice counts
     own = []
     for tensor in tensors:
@@ -93,24 +86,10 @@ def _norm_of_several_placements(tensors: Sequence[Tensor]) -> Tensor:
             first[placed] = layout.is_first(place)
         if first[placed]:
             own.append(local(tensor))
-    total = (torch.nn.utils.get_total_norm(own) if own else local(tensors[0]).new_zeros(())).square()
+    norm = torch.nn.utils.get_total_norm(own) if own else local(tensors[0]).new_zeros(())
+    total = norm.to(torch.promote_types(norm.dtype, torch.float32)).square()  # one of 16 bits would overflow
     dist.all_reduce(total)
     return total.sqrt()
-
-
-def clip_with_norm(parameters: Iterable[Tensor], most: float, norm: Tensor) -> Tensor:
-    """Clips gradients and returns the norm. torch's `clip_grads_with_norm_` takes no whole norm for sharded gradients."""
-    factor = torch.clamp(most / (norm + 1e-6), max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            local(parameter.grad).mul_(factor)
-    return norm
-
-
-def clip_by_norm(optimizer: Optimizer, most: float) -> None:
-    """Takes the place of Lightning's `clip_grad_by_norm` where parameters are placed in several ways."""
-    parameters = with_gradients(optimizer)
-    clip_with_norm(parameters, most, total_norm([parameter.grad for parameter in parameters if parameter.grad is not None]))
 
 
 class _Scaler(Protocol):
@@ -187,4 +166,4 @@ def read_shard(stored: Stored, mesh: DeviceMesh, like: object = None) -> DTensor
         stride, shape = torch.empty(stored.shape, device="meta").stride(), torch.Size(stored.shape)
         like = DTensor.from_local(torch.empty(0), mesh, placements, run_check=False, shape=shape, stride=stride)
     layout, place = layout_of(like)
-    return _placed(stored.read(layout.box(stored.shape, place)), like)
+    return placed_like(stored.read(layout.box(stored.shape, place)), like)

@@ -32,6 +32,7 @@ from project.cluster.memory import keep_freed_memory
 from project.errors import UserError
 from project.parts import Stored
 from project.sharded.blocks import Named, blocks_of
+from project.sharded.local_step import clip_by_norm
 from project.sharded.memory_formats import use_contiguous_order
 from project.sharded.meta_build import StayOnMeta, give_memory, refuse_other_network, signature, without_values
 from project.sharded.refusals import (
@@ -45,7 +46,7 @@ from project.sharded.refusals import (
     weight_averages,
 )
 from project.sharded.root import Root
-from project.sharded.shards import clip_by_norm, gather, read_shard, shard_like, skip_overflow_on_all_ranks
+from project.sharded.shards import gather, read_shard, shard_like, skip_overflow_on_all_ranks
 from project.sharded.tensor_parallel import Plan, parallelize_layers, plan_of, refuse_settings, refuse_single_rank
 from project.step.data_ranks import ByDataRanks
 from project.step.ddp import broadcast_from_rank_0

@@ -78,6 +78,10 @@ class Gradients:
         """Clips the gradient by its norm, and returns the norm before."""
         return clip_grad_norm_(parameters, most)
 
+    def update(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Surrounds the optimiser's step."""
+        return nullcontext()
+
     def teardown(self) -> None:
         """Called at the end of a fit."""
 

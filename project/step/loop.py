@@ -306,7 +306,7 @@ class Steps(EpochLoop):
         self._call_hook("on_before_optimizer_step", self._optimizer)
         if self.trainer.gradient_clip_val:
             self._clip(self.trainer.gradient_clip_val)
-        with self.state.runner.rates():
+        with self.state.runner.rates(), self.gradients.update(self._optimizer):
             if self._scaler is None:
                 self._optimizer.step()
             else:

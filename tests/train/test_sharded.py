@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +15,7 @@ from project import Sharded
 from project.errors import UserError
 from project.sharded.blocks import blocks_of
 from project.sharded.refusals import refuse_own_steps, refuse_pruning, refuse_unshardable, weight_averages
-from tests.conftest import TINY, forked
+from tests.conftest import TINY, environment, forked
 from tests.own import Duel, write_texts
 from tests.survive.test_resume import curves, same
 
@@ -230,3 +232,11 @@ def test_refused_in_one_line(tmp_path, settings, words, message):
     assert done.code == 2, done.output
     assert message in done.output
     assert "Traceback" not in done.output
+
+
+def test_an_optimiser_steps_on_shards_as_on_dtensors(tmp_path):
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "tests.train.local_steps")
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
