@@ -133,7 +133,12 @@ TABLE
 [ "$most" -eq 1 ] || echo "  master             $MASTER_ADDR:$MASTER_PORT"
 
 # A host that was lost and comes back: does it work? It takes seconds; exit code 69 is a host that the run does without.
-[ -z "$elastic" ] || "$python" -m project.doctor.joining >&2 || exit $?
+if [ -n "$elastic" ]; then
+  code=0
+  timeout 300 "$python" -m project.doctor.joining "$NPROC_PER_NODE" >&2 || code=$?
+  [ "$code" -ne 124 ] || { echo "launch.sh: the check of this host did not end within 300 s." >&2; code=69; }
+  [ "$code" -eq 0 ] || exit "$code"
+fi
 
 # The cores are shared out between the processes; torchrun would give each of them one, and say so at length.
 cores=$("$python" -c 'from project.cluster.cores import cores; print(cores('"$NPROC_PER_NODE"'))')

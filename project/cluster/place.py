@@ -26,9 +26,9 @@ def restarts() -> int:
 
 
 def host(environment: Mapping[str, str] = os.environ) -> str:
-    """Returns this host's name for messages: 'h1', or 'train-1 (on node-7)' where the node is known by another name."""
-    name, node = socket.gethostname(), (environment.get(NODE) or environment.get("SLURMD_NODENAME") or "").strip()
-    return f"{name} (on {node})" if node not in ("", name, name.partition(".")[0]) else name
+    """Returns this host's name for messages: 'h1', or 'train-1 (on node-7)' in a container whose node is known."""
+    name, node = socket.gethostname(), environment.get(NODE, "").strip()
+    return f"{name} (on {node})" if node not in ("", name) else name
 
 
 def short(host: str) -> str:

@@ -14,14 +14,24 @@ def job_name(environment: Mapping[str, str] = os.environ) -> str:
     return environment["SLURM_JOB_ID"]
 
 
+def slurm_node() -> str:
+    """Returns Slurm's name of this host, which may be another than its own; '' outside of Slurm."""
+    return os.environ.get("SLURMD_NODENAME", "")
+
+
 def scontrol(*words: str) -> subprocess.CompletedProcess[str] | None:
-    """Returns the result of scontrol; None where there is none (in a container, say) or no answer came.
+    """Returns the result of scontrol; None where there is none (in a container, say) or no answer came."""
+    return query("scontrol", *words)
+
+
+def query(*words: str) -> subprocess.CompletedProcess[str] | None:
+    """Returns the result of a command of Slurm; None where there is none, or no answer came.
 
     Slurm sends its signals to a whole job step: SIGUSR1, which this program handles, ends a child. Then the query is repeated.
     """
     while True:
         try:
-            done = subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=_PATIENCE)
+            done = subprocess.run(words, capture_output=True, text=True, timeout=_PATIENCE)
         except (OSError, subprocess.TimeoutExpired):
             return None
         if done.returncode >= 0:

@@ -1,11 +1,15 @@
-"""Checks a host before it joins a run again: python -m project.doctor.joining prints what makes it unfit, and exits with 69.
+"""Checks a host before it joins a run again: python -m project.doctor.joining RANKS prints what makes it unfit, and exits
+with 69.
 
 It takes seconds, needs no other host and looks at what breaks a host: its memory and its devices, by a product whose result is
-known; the working directory's disk and /dev/shm, by a file; its GPUs' errors, as NVIDIA's library reports them. What lies
-between hosts is checked when they meet.
+known; the working directory's disk and /dev/shm, by a file; its GPUs, by their number and the errors that NVIDIA's library
+reports. A place that only can't be written to, or is full, is no reason: not every host writes there. What lies between hosts
+is checked when they meet.
 """
 
+import errno
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
@@ -21,6 +25,7 @@ from project.errors import LEFT_OUT
 
 _SIZE, _TIMES = 1024, 8  # of the matrices, and how often they are multiplied: a second on one slow core
 _BYTES = 1 << 20
+_BROKEN = (errno.EIO, errno.ENXIO, errno.EUCLEAN)
 _PATIENCE = 60.0  # seconds for a disk or a device
 
 
@@ -37,7 +42,7 @@ def compute(device: torch.device) -> str:
 
 
 def disk(folder: Path) -> str:
-    """Returns why a file can't be written to a folder and read back, or ''."""
+    """Returns why the disk of a folder is broken, or ''."""
     data = os.urandom(_BYTES)
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -46,7 +51,7 @@ def disk(folder: Path) -> str:
             file.seek(0)
             return "" if file.read() == data else f"{folder} does not give back what was written there"
     except OSError as error:
-        return f"{folder} can't be written: {error.strerror or error}"
+        return f"a file in {folder}: {error.strerror}" if error.errno in _BROKEN else ""
 
 
 def gpu_errors(device: torch.device) -> str:
@@ -85,7 +90,9 @@ def reasons(folder: Path) -> list[str]:
 
 def main() -> int:
     """Prints what makes this host unfit, and returns the exit code."""
-    if unfit := reasons(Path.cwd()):
+    ranks, gpus = int(sys.argv[1]), torch.cuda.device_count()
+    unfit = [f"{ranks} ranks, and {gpus} GPU(s)"] if 0 < gpus < ranks else reasons(Path.cwd())
+    if unfit:
         print(f"{host()} is unfit, and does not join the run: {'; '.join(unfit)}.", flush=True)
     return LEFT_OUT if unfit else 0
 

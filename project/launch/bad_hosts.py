@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from project.cluster.place import node_of
 from project.survive.requeue import REQUEUE, in_job_step
 
 REPLACES_HOSTS = "PROJECT_REPLACES_HOSTS"
@@ -13,22 +12,13 @@ driver sets it, if there are others.
 """
 
 
-def keep_away(hosts: Sequence[str]) -> str:
-    """Has Slurm exclude hosts when it requeues the job. Returns that, or what the user can do, in a sentence; '' if nothing."""
-    nodes = [node_of(host) for host in hosts]
-    if nodes and in_job_step():
-        return REQUEUE.exclude(nodes)
-    if nodes and "KUBERNETES_SERVICE_HOST" in os.environ:
-        return f"HINT: kubectl cordon {' '.join(nodes)} keeps new pods from there (or a nodeAffinity in the manifest)."
-    return ""
+def exclude(nodes: Sequence[str]) -> bool:
+    """Has Slurm start this job without these nodes, by Slurm's names, when the run requeues it. Returns whether it will."""
+    is_srun = in_job_step() and "TORCHELASTIC_RUN_ID" not in os.environ  # else the job is torchrun's, or Ray's
+    return bool(nodes) and all(nodes) and is_srun and REQUEUE.exclude(nodes)
 
 
-def requeue_without(hosts: Sequence[str], newest: Path | None) -> bool:
-    """Puts a job of Slurm back into the queue, to be started without these hosts. Returns whether it is in the queue.
-
-    `newest`: the run's newest checkpoint. A job that comes to none is not put back for ever.
-    """
-    if not hosts or not in_job_step():
-        return False
+def requeue(newest: Path | None) -> bool:
+    """Puts a job of Slurm back into the queue. Returns whether it is there. `newest`: the run's newest checkpoint."""
     REQUEUE.newest = lambda: newest
     return REQUEUE.requeue()

@@ -16,6 +16,7 @@ STRIKES = 3
 
 _WITHOUT_PROGRESS, _OUT_OF_MEMORY = 3, 2  # starts in a row that come no further, before the supervisor gives up
 _WINDOW = 3600.0  # seconds for which a host's lost ranks count
+_AHEAD = 60.0  # seconds by which another host's clock may be ahead
 _TAIL = 1 << 16  # bytes of the file that are read, from its end
 
 
@@ -28,6 +29,11 @@ class Losses:
 
     def __str__(self) -> str:
         return f"{len(self._known)} of {self._restarts}"
+
+    @property
+    def is_repeated(self) -> bool:
+        """Returns whether the run made no progress before the last loss: then code is more likely at fault than a host."""
+        return len(self._known) > 1 and self._known[-1][0] == self._known[-2][0]
 
     def add(self, loss: str, newest: str) -> str:
         """Records a loss, and returns why the ranks are not started again, or ''.
@@ -69,5 +75,5 @@ class Strikes:
             for line in lines:
                 with suppress(ValueError, TypeError, KeyError, RecursionError, OverflowError):  # cut off, or somebody's
                     strike = json.loads(line)
-                    counts[str(strike["host"])] += float(strike["time"]) > since
+                    counts[str(strike["host"])] += since < float(strike["time"]) < now + _AHEAD
         return {host: counts[machine] for machine, host in machines.items() if counts[machine] >= self._limit}

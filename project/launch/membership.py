@@ -4,6 +4,8 @@ import os
 import time
 from contextlib import suppress
 
+from project.cluster import place
+from project.cluster.slurm import slurm_node
 from project.launch.nodes import Nodes, nodes_file, store_address, store_answers
 from project.launch.peers import Peers
 
@@ -15,6 +17,7 @@ class Membership:
 
     def __init__(self, world_size: int, peers: Peers | None) -> None:
         self._nodes, self._peers, self._store = Nodes.of_environment(world_size), peers, store_address()
+        self._host = place.host()
 
     @property
     def ranks(self) -> int:
@@ -25,6 +28,10 @@ class Membership:
     def hosts(self) -> dict[int, str]:
         """Returns the host of each other rank, where they are known."""
         return self._peers.hosts() if self._peers else {}
+
+    def slurm_node(self, host: str) -> str:
+        """Returns Slurm's name of a host, or ''."""
+        return (self._peers.slurm_nodes.get(host) if self._peers else "") or (slurm_node() if host == self._host else "")
 
     def can_lose(self, rank: int) -> bool:
         """Returns whether the run can do without a rank and the others on its node."""

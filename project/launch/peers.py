@@ -17,6 +17,7 @@ from contextlib import suppress
 from math import inf
 from typing import TypeAlias
 
+from project.cluster.slurm import slurm_node
 from project.launch.nodes import HERE, STORE
 from project.survive.hang.warden import SEAL, Opener, sealer
 
@@ -84,6 +85,8 @@ class Peers:
         self._secret = ""
         self._expected = 0
         self._hosts: dict[int, str] = {}
+        self.slurm_nodes: dict[str, str] = {}
+        """What Slurm calls each other host; '' where there is no Slurm."""
         self.needed: set[int] = set()
         """The other ranks on the host of the store in which torchrun's agents meet."""
         self.is_any_done = False
@@ -154,7 +157,7 @@ class Peers:
         with suppress(OSError):
             self.connected.append(Peer(socket.create_connection((address, port), _PATIENCE), secret, self._opener))
             self.connected[0].rank = 0
-            self.connected[0].send(rank=rank, host=host, needed=os.environ.get(STORE) == HERE)
+            self.connected[0].send(rank=rank, host=host, needed=os.environ.get(STORE) == HERE, node=slurm_node())
 
     def messages(self, ready: list[Input]) -> Iterator[Mapping[str, object]]:
         """Yields what has arrived, {"gone": rank} for each supervisor that is gone before it said that it is done."""
@@ -170,6 +173,7 @@ class Peers:
             for message in messages or ():
                 if "host" in message:
                     self._hosts[peer.rank] = str(message["host"])
+                    self.slurm_nodes[str(message["host"])] = str(message["node"])
                     self.needed |= {peer.rank} if message["needed"] else set()
                 self.is_any_done |= "done" in message
                 yield message

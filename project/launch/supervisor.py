@@ -22,10 +22,10 @@ from datetime import datetime
 from math import inf
 from pathlib import Path
 
-from project.cluster.place import MEMORY, host
+from project.cluster.place import MEMORY, host, node_of
 from project.config_files import documents, expand, run_config, setting
 from project.errors import LEFT_OUT, TRY_AGAIN
-from project.launch.bad_hosts import REPLACES_HOSTS, keep_away, requeue_without
+from project.launch.bad_hosts import REPLACES_HOSTS, exclude, requeue
 from project.launch.children import PASSED_ON, Children
 from project.launch.early_start import LAUNCHERS, free_port
 from project.launch.losses import STRIKES, Losses, Strikes
@@ -279,7 +279,8 @@ class Supervisor:
         self._kill()
         self._record_stop(loss)
         culprits = silent or ([where] if where else [])
-        if self._requested is not None or not has_enough:  # as where this host is the one that is cut off
+        refusal = self._losses.add(loss, self._newest_state())
+        if self._requested is not None or not has_enough or self._losses.is_repeated:  # or this host may be cut off
             culprits = []
         left_out, needed = list[str](), list[str]()
         for bad, times in self._strikes.add(culprits, self._life).items():
@@ -289,15 +290,18 @@ class Supervisor:
             (left_out if struck else needed).append(bad)
         if needed and REPLACES_HOSTS in os.environ:
             self._report(f"{loss} All ranks end: Ray starts them again without {', '.join(needed)}.")
-            restart, left_out = False, [*left_out, *needed]
+            restart, decision = False, {"end": True, "left_out": needed}
         else:
-            restart = self._may_restart(loss, missing, has_enough, needed)
-        self._end = None if restart else LEFT_OUT if self._host in left_out else TRY_AGAIN
+            restart = self._may_restart(loss, refusal, missing, has_enough, needed)
+            decision = (
+                {"restart": self._attempt + 1, "without": sorted(missing), "left_out": left_out} if restart else {"end": True}
+            )
         if self._peers is not None:
-            without = {"without": sorted(missing), "left_out": left_out}
-            self._peers.send(**({"restart": self._attempt + 1} if restart else {"end": True}), **without)
+            self._peers.send(**decision)
         if restart:
             self._renumber(missing)
+        else:
+            self._follow(decision)
         return restart
 
     def _record_stop(self, why: str) -> None:
@@ -321,18 +325,21 @@ class Supervisor:
             self._report(f"Ranks can't be killed: {numbers}. They wait for a disk or a device in the kernel.")
             raise SystemExit(TRY_AGAIN)
 
-    def _may_restart(self, loss: str, missing: set[int], has_enough: bool, bad_hosts: Sequence[str]) -> bool:
+    def _newest_state(self) -> str:
+        """Returns the name of the run's newest state in memory or on disk, by which it is known whether it makes progress."""
+        folders = [self._memory, self._life and self._life.with_name("checkpoints")]
+        return max((path.name for folder in folders if folder for path in folder.glob("step-*.json")), default="")
+
+    def _may_restart(self, loss: str, refusal: str, missing: set[int], has_enough: bool, bad_hosts: Sequence[str]) -> bool:
         """Returns whether the ranks are started again after a loss, and reports it.
 
         Args:
             loss: the loss, in sentences.
+            refusal: why another start is not worth while, or ''.
             missing: ranks that the run resumes without.
             has_enough: whether the supervisors of all ranks that are needed have answered.
             bad_hosts: hosts that have lost too many ranks, and that the run can't do without.
         """
-        disk = self._life and self._life.with_name("checkpoints")
-        states = [path.name for folder in (self._memory, disk) if folder for path in folder.glob("step-*.json")]
-        refusal = self._losses.add(loss, max(states, default=""))
         if self._requested is not None:
             return False
         if not refusal and self._children.server.poll() is not None:
@@ -340,20 +347,25 @@ class Supervisor:
         if not has_enough:
             self._report(f"{loss} Not all supervisors are there: not restarted here. The same command resumes the run.")
             return False
-        advice = keep_away(bad_hosts)
+        nodes = [self._members.slurm_node(host) for host in bad_hosts]
+        is_excluded, advice = exclude(nodes), ""
+        if is_excluded:
+            advice = f" When this run requeues the job, Slurm starts it without {', '.join(nodes)}."
+        elif bad_hosts and "KUBERNETES_SERVICE_HOST" in os.environ:
+            pods_away = f"kubectl cordon {' '.join(map(node_of, bad_hosts))} keeps new pods from there"
+            advice = f" HINT: {pods_away} (or a nodeAffinity in the manifest)."
         if refusal:
-            newest = max(disk.glob("step-*.ckpt"), default=None) if disk else None
-            is_queued = requeue_without(bad_hosts, newest)
-            again = "The job is back in the queue." if is_queued else "The same command resumes the run."
-            self._report(f"{loss} {refusal}: not restarted. {again} {advice}")
+            newest = self._life and max(self._life.parent.glob("checkpoints/step-*.ckpt"), default=None)
+            again = "The job is back in the queue." if is_excluded and requeue(newest) else "The same command resumes the run."
+            self._report(f"{loss} {refusal}: not restarted. {again}{advice}")
             return False
         who = f"The run resumes without {len(missing)} of its {self._members.ranks} ranks" if missing else "All ranks resume"
-        self._report(f"{loss} {who} (restart {self._losses}). {advice}")
+        self._report(f"{loss} {who} (restart {self._losses}).{advice}")
         return True
 
     def _report(self, text: str) -> None:
         """Prints a warning, and writes it into the run's log, where it is known."""
-        text = text[0].upper() + text[1:].rstrip()
+        text = text[0].upper() + text[1:]
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} WARNING {text}", file=sys.stderr, flush=True)
         if self._life is not None:
             add_to_log(self._life, "WARNING", text)

@@ -17,13 +17,14 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from project.cluster.slurm import job_name, scontrol
+from project.cluster.slurm import job_name, query, scontrol
 from project.survive.signals import SIGNALS
 from project.untrusted import open_to_append, read_text
 
 log = logging.getLogger(__name__)
 
 MOST = 3  # starts in a row without a new checkpoint; scripts/slurm.sbatch counts in the same file
+_IN_USE = "(idle|alloc|mix|comp)[~#]?"  # states of a node that works, or is started when it is needed
 _MARGIN = 10.0  # seconds before the end, or a quarter of what is left where that is less
 
 
@@ -58,6 +59,21 @@ def _field(name: str, text: str) -> str:
 def _nodes(names: str) -> set[str]:
     """Returns the nodes that a list of Slurm's names, 'n[1-3],m4'."""
     return {*(_scontrol("show", "hostnames", names) or "").split()} if names else set()
+
+
+def _has_others(nodes: Sequence[str]) -> bool:
+    """Returns whether the job's partition has enough nodes that work and are like these, beside them: the job would wait for
+    others without an end.
+    """
+    job = _scontrol("show", "job", job_name()) or ""
+    if _field("BatchFlag", job) in ("", "0") or _field("Requeue", job) != "1" or _field("ReqNodeList", job):
+        return False
+    shown = query("sinfo", "--noheader", "--Node", f"--partition={_field('Partition', job)}", "--format=%N|%t|%G|%c|%m|%f")
+    rows = [line.strip().split("|", 2) for line in (shown.stdout if shown else "").splitlines() if line.count("|") > 1]
+    kinds = {kind for name, _, kind in rows if name in nodes}
+    excluded = {*nodes} | _nodes(_field("ExcNodeList", job))
+    others = {name for name, state, kind in rows if kind in kinds and re.fullmatch(_IN_USE, state)} - excluded
+    return len(others) >= int(_field("NumNodes", job).partition("-")[0] or 1)
 
 
 def grace_period() -> tuple[float, str] | None:
@@ -108,28 +124,32 @@ class Requeue:
         """Returns the path of the file with the nodes on which the job is not to be started again, a line for each."""
         return Path("lightning_logs") / f".excluded-{os.environ['SLURM_JOB_ID']}"
 
-    def exclude(self, nodes: Sequence[str]) -> str:
-        """Has Slurm start the job without these nodes when it is requeued. Returns a sentence; '' for a job that never is."""
-        job = _scontrol("show", "job", job_name()) or ""  # nothing in a container: there scripts/slurm.sbatch does all of this
-        if job and (_field("BatchFlag", job), _field("Requeue", job)) != ("1", "1"):
-            return ""
-        others = _nodes(_field("Nodes", _scontrol("show", "partition", _field("Partition", job)) or ""))
-        others -= {*nodes} | _nodes(_field("ExcNodeList", job))
-        if job and len(others) < int(_field("NumNodes", job).partition("-")[0] or 1):
-            return "Slurm has no other node for this job."
+    def exclude(self, nodes: Sequence[str]) -> bool:
+        """Has Slurm start the job without these nodes when it is requeued, where there are enough others like them. Returns
+        whether it will; not in a container, which has no scontrol.
+        """
+        every = [*self._recorded(), *nodes]
+        if not _has_others(every):
+            return False
         with suppress(OSError):
             self._excluded.parent.mkdir(exist_ok=True)
             with open_to_append(self._excluded) as file:
                 file.write("".join(f"{node}\n" for node in nodes))
-        return f"Slurm excludes {', '.join(nodes)} when it requeues the job."
+            return True
+        return False
+
+    def _recorded(self) -> list[str]:
+        """Returns the nodes on which the job is not to be started again."""
+        with suppress(OSError):
+            return [name for name in read_text(self._excluded).split() if re.fullmatch(r"[\w.-]+", name)]
+        return []
 
     def _exclude_nodes(self) -> None:
         """Adds nodes to those that the job is not started on; Slurm allows that while the job is in the queue."""
-        with suppress(OSError):
-            nodes = {*read_text(self._excluded).split()} | _nodes(
-                _field("ExcNodeList", _scontrol("show", "job", job_name()) or "")
-            )
-            _scontrol("update", f"JobId={job_name()}", f"ExcNodeList={','.join(sorted(nodes))}")
+        nodes = self._recorded()
+        if nodes and _has_others(nodes):
+            given = _nodes(_field("ExcNodeList", _scontrol("show", "job", job_name()) or ""))
+            _scontrol("update", f"JobId={job_name()}", f"ExcNodeList={','.join(sorted({*nodes} | given))}")
 
     given_up = False
 

@@ -152,9 +152,14 @@ def test_a_host_that_loses_ranks_again_and_again_is_left_out(alone, hosts, tmp_p
     assert "Rank 2 on h3 was killed by signal 9. All ranks resume (restart 1 of 5)." in speaker.read_text()
     line = "signal 9. h3 has lost ranks 2 times within an hour. The run resumes without 1 of its 3 ranks (restart 2 of 5)."
     assert line in speaker.read_text()
-    broken = launch(hosts[2].seeing(Path("/proc"), Path("/dev/shm")), tmp_path, *words, nodes="2:3")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/sitecustomize.py").write_text(
+        "import torch\nmultiply = torch.Tensor.__matmul__\n"
+        "torch.Tensor.__matmul__ = lambda left, right: multiply(left, right) + (left.ndim - 1)\n"
+    )
+    broken = launch(hosts[2], tmp_path, *words, nodes="2:3", PYTHONPATH=f"{tmp_path}/broken")
     assert broken.wait(60) == LEFT_OUT, printed(tmp_path)
-    unfit = "h3 is unfit, and does not join the run: /dev/shm can't be written: No such file or directory."
+    unfit = "h3 is unfit, and does not join the run: cpu has computed a product wrongly."
     assert (tmp_path / "h3.txt").read_text().endswith(f"{unfit}\n"), printed(tmp_path)
     running[2] = launch(hosts[2], tmp_path, *words, nodes="2:3")
     wait_until(lambda: speaker.read_text().count("3 hosts x 1 process") == 3, 120, lambda: printed(tmp_path))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cluster.machine import command, wait_until
+from tests.cluster.machine import wait_until
 from tests.cluster.ray_hosts import RayHosts
 from tests.cluster.training import FIT, RECOVER, assert_same_curve, slowly, step
 from tests.conftest import forked, took
@@ -119,28 +119,20 @@ def test_a_host_that_loses_ranks_again_and_again_is_not_used_again(cluster, two_
     report = driver.output()
     line = r"(h\d) has lost ranks 2 times within an hour. All ranks end: Ray starts them again without \1\.\n"
     bad = re.findall(line, report)
-    assert re.findall(r"(h\d) has lost too many ranks \(recover\.strikes\): not used again\.\n", report) == bad, report
+    assert re.findall(r"Ray starts the workers again without (h\d) \(recover\.strikes\)\.\n", report) == bad, report
     assert re.findall(r"2 workers on (h\d) x 2\n", report) == [{"h1": "h2", "h2": "h1"}[bad[0]]], report
-    assert report.count("failure 1 of 3") == 1, report
+    assert "failure 1" not in report
     assert_same(tmp_path, two_ranks)
 
 
 @pytest.mark.faults
-def test_a_host_that_is_unfit_after_a_failure_is_not_used_again(cluster, two_ranks, tmp_path):
-    """The folder of the run can no longer be written on h2. Without supervisors Ray's driver counts the ranks that are lost."""
-    driver = cluster.start(*FIT, slowly(0.05), *TWO, cwd=tmp_path)
-    comes_to(tmp_path, 10, driver)
-    (child,) = cluster.children(1)
-    for options in ("--bind", "-oremount,ro,bind"):
-        command("nsenter", "-t", str(cluster.hosts[1].pids()[0]), "--mount", "mount", options, str(tmp_path), str(tmp_path))
-    (tmp_path / "hurry").touch()
-    os.kill(child, signal.SIGKILL)
+def test_without_room_elsewhere_a_host_is_used_again(cluster, two_ranks, tmp_path):
+    """Each rank needs a host of its own. The driver's failures are not spent on that."""
+    words = (*FIT, faults({"rank": 1, "step": 7}), "--recover.restarts=5", "--recover.strikes=1", "--max-failures=0")
+    driver = cluster.start(*words, "--workers=2", "--placement=STRICT_SPREAD", "--run=it", cwd=tmp_path)
     assert driver.code() == 0, driver.output()
-    unfit = f"h2 is unfit, and does not join the run: {tmp_path} can't be written: Read-only file system: not used again."
-    assert unfit in driver.output()
-    assert "2 workers on h1 x 2" in driver.output()
+    assert re.search(r"There is no room without h\d: Ray may use it again\.", driver.output()), driver.output()
     assert_same(tmp_path, two_ranks)
-    cluster.lose(1)
 
 
 @pytest.mark.faults

@@ -2,7 +2,6 @@
 
 import errno
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,9 +26,15 @@ def test_a_product_that_is_wrong_in_one_place_is_noticed(monkeypatch):
     assert joining.compute(torch.device("cpu")) == "cpu has computed a product wrongly"
 
 
-@pytest.mark.parametrize(("folder", "code"), [("/proc", errno.ENOENT), ("/sys", errno.EACCES)])
-def test_a_folder_that_can_not_be_written_is_named(folder, code):
-    assert joining.disk(Path(folder)) == f"{folder} can't be written: {os.strerror(code)}"
+@pytest.mark.parametrize(
+    ("code", "reason"), [(errno.EIO, "a file in FOLDER: Input/output error"), (errno.EROFS, ""), (errno.ENOSPC, "")]
+)
+def test_a_disk_that_is_broken_is_named_and_one_that_can_not_be_written_is_none(monkeypatch, tmp_path, code, reason):
+    def fail(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    assert joining.disk(tmp_path) == reason.replace("FOLDER", str(tmp_path))
 
 
 def test_a_check_that_does_not_end_is_a_reason(monkeypatch, tmp_path):

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
@@ -19,7 +18,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from project.errors import LEFT_OUT, TRY_AGAIN, WRONG
 from project.launch.bad_hosts import REPLACES_HOSTS
-from project.launch.losses import Strikes
 from project.launch.ray.cluster import last_line, say
 from project.launch.ray.room import Room, draining_nodes
 from project.launch.ray.supervisor import Supervisor
@@ -70,9 +68,7 @@ def shown(code: int) -> str:
 class Start:
     """One start of all ranks, and how it ended."""
 
-    nodes: list[str] = field(default_factory=list)
     hosts: list[str] = field(default_factory=list)
-    """Of each rank, Ray's id of its node, and its host."""
     codes: dict[int, int] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
     """Ranks whose supervisors are lost, and Ray's reason."""
@@ -86,7 +82,7 @@ class Start:
 
     def failure(self) -> int:
         """Returns rank 0's exit code, else another's; of a rank that a signal killed, a shell's."""
-        codes = [code for _, code in sorted(self.codes.items()) if code]
+        codes = [TRY_AGAIN if code == LEFT_OUT else code for _, code in sorted(self.codes.items()) if code]
         return next((code for code in codes if code > 0), 128 - codes[0] if codes else TRY_AGAIN)
 
     def cause(self) -> str:
@@ -97,16 +93,9 @@ class Start:
         texts += [f"rank {rank} on {self.hosts[rank]} is lost: {why}" for rank, why in sorted(self.lost.items())]
         return "; ".join(texts) or "not all ranks have ended"
 
-    def bad_nodes(self, strikes: Strikes, life: Path) -> set[str]:
-        """Returns the nodes that have lost too many ranks: by their exit codes, or with those that were killed now."""
-        killed = [rank for rank, code in self.codes.items() if code < 0] or list(self.lost)
-        bad = (
-            {*strikes.add([self.hosts[rank] for rank in killed], life)}
-            if len({self.hosts[rank] for rank in killed}) == 1
-            else {}
-        )
-        bad_ranks = [rank for rank, host in enumerate(self.hosts) if host in bad or self.codes.get(rank) == LEFT_OUT]
-        return {self.nodes[rank] for rank in bad_ranks if rank < len(self.nodes)}
+    def left_out(self) -> set[str]:
+        """Returns the hosts that have lost too many ranks, as their supervisors say by their exit code."""
+        return {self.hosts[rank] for rank, code in self.codes.items() if code == LEFT_OUT}
 
     def end(self, signals: Sequence[int]) -> int | None:
         """Returns the exit code of a run that is over; None where the ranks have failed, or were stopped to be placed anew."""
@@ -130,7 +119,6 @@ class Fit:
     def __init__(self, options: argparse.Namespace, signals: Sequence[int]) -> None:
         self._options, self._signals = options, signals
         self._room = Room(options)
-        self._strikes, self._starts = Strikes(options.strikes), 0
 
     def run(self) -> int:
         """Starts the training until it has ended, and returns its exit code."""
@@ -153,8 +141,10 @@ class Fit:
             if start.moved and not start.lost and set(start.codes.values()) <= {*STOPPED, TRY_AGAIN}:
                 self.say("INFO", f"Ray starts the workers again: {start.moved}.")
                 continue
-            for node in start.bad_nodes(self._strikes, self._options.folder / "life.jsonl"):
-                self._leave_out(node, f"{start.hosts[start.nodes.index(node)]} has lost too many ranks (recover.strikes)")
+            if bad := start.left_out():
+                self._room.leave_out(bad)
+                self.say("WARNING", f"Ray starts the workers again without {', '.join(sorted(bad))} (recover.strikes).")
+                continue
             failures += 1
             if 0 <= most < failures:
                 why = f"{start.cause()}; so many failures: {failures} (--max-failures {most})"
@@ -181,7 +171,11 @@ class Fit:
             if group.wait(0.5):
                 return group
             now = time.monotonic()
-            if now > since + _SHRINK and count > self._options.min_workers:
+            if now > since + _SHRINK and (readmitted := self._room.readmit()):
+                self.say("WARNING", f"There is no room without {', '.join(sorted(readmitted))}: Ray may use it again.")
+                remove_placement_group(group)
+                group, since = self._room.reserve(count), now
+            elif now > since + _SHRINK and count > self._options.min_workers:
                 remove_placement_group(group)
                 count -= 1
                 group, since = self._room.reserve(count), now
@@ -199,21 +193,17 @@ class Fit:
         nodes_of, count = placement_group_table(group)["bundles_to_node_id"], group.bundle_count
         bundles = sorted(range(count), key=lambda bundle: str(nodes_of[bundle]))  # a node's ranks side by side
         nodes, start.hosts = [nodes_of[bundle] for bundle in bundles], ["an unknown host"] * count
-        start.nodes, self._starts = nodes, self._starts + 1
         actor = ray.remote(num_cpus=self._room.needs.get("CPU", 0), num_gpus=self._room.needs.get("GPU", 0))(Supervisor)
         strategies = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in bundles]
         actors = [actor.options(scheduling_strategy=strategy).remote() for strategy in strategies]
         try:
             places = ray.get([supervisor.place.remote() for supervisor in actors], timeout=_ANSWER)
             start.hosts = [place.host for place in places]
-            if self._starts > 1 and (reason := self._unfit_host(actors, start)):
-                start.moved = reason
-                return
             counts = {host: start.hosts.count(host) for host in start.hosts}
             each = ", ".join(f"{host} x {many}" if many > 1 else host for host, many in counts.items())
             self.say("INFO", f"Ray: {count} worker{'s' * (count > 1)} on {each}")
             common = passed_on(self._options.grace) | {"TORCHELASTIC_RUN_ID": self._options.name}
-            common |= {REPLACES_HOSTS: "1"} if all(self._room.can_spare(node) for node in {*nodes}) else {}
+            common |= {REPLACES_HOSTS: "1"} if all(self._room.can_spare(host) for host in {*start.hosts}) else {}
             common |= {"MASTER_ADDR": places[0].address, "MASTER_PORT": str(places[0].port)}
             variables = layout(nodes, [place.gpus for place in places])
             starts = [
@@ -225,21 +215,6 @@ class Fit:
             start.lost[0] = last_line(error)
         else:
             self._watch(actors, nodes, start)
-
-    def _unfit_host(self, actors: list["ray.actor.ActorHandle"], start: Start) -> str:
-        """Leaves out hosts that are unfit. Returns why the ranks are to be placed anew, or ''."""
-        reasons = ray.get([supervisor.unfit.remote(self._options.cwd) for supervisor in actors], timeout=2 * _ANSWER)
-        for node, reason in zip(start.nodes, reasons, strict=True):
-            if reason and node not in self._room.left_out:
-                self._leave_out(node, reason)
-        return "without an unfit host" if self._room.left_out & {*start.nodes} else ""
-
-    def _leave_out(self, node: str, why: str) -> None:
-        """Does not use a node again, if there is room without it."""
-        self.say(
-            "WARNING",
-            f"{why.rstrip('.')}: {'not used again' if self._room.leave_out(node) else 'there is no room without it'}.",
-        )
 
     def _watch(self, actors: list["ray.actor.ActorHandle"], nodes: list[str], start: Start) -> None:
         """Passes signals on, until all ranks have ended, or have had the time that they may take."""

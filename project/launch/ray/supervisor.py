@@ -39,12 +39,6 @@ class Supervisor:
             port, gpus = listener.getsockname()[1], os.environ.get("CUDA_VISIBLE_DEVICES", "")
             return Place(socket.gethostname(), ray.util.get_node_ip_address(), port, gpus)
 
-    def unfit(self, cwd: str) -> str:
-        """Returns why no rank should be started here, in a sentence, or ''."""
-        command = [sys.executable, "-m", "project.doctor.joining"]
-        done = subprocess.run(command, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-        return done.stdout.strip() if done.returncode else ""
-
     def start(self, words: Sequence[str], environment: Mapping[str, str], ranks: int, cwd: str) -> None:
         """Starts the process with this on top of the actor's environment; `ranks` share the host's cores."""
         with suppress(OSError):

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from project.config_files import RUNS, checked, documents, expand, option, setting
 from project.errors import UserError
-from project.launch.losses import STRIKES
 from project.launch.ray.cluster import connected, listen
 from project.launch.sweep import read_sweep, with_trial
 
@@ -76,11 +75,8 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     rest = with_trial(["fit", *rest])
     if option(rest, "--run") is None:
         rest += ["--run", f"{Path(option(rest, '-c', '--config') or 'fit').stem}-{datetime.now():%Y%m%d-%H%M%S}"]
-    sections = documents(expand(rest))
-    strikes = str(setting(rest, sections, "recover", "strikes"))
-    options.strikes = int(strikes) if strikes.isdigit() else STRIKES
     options.words, options.name, options.cwd = rest, checked(option(rest, "--run") or ""), os.getcwd()
-    options.root = Path(str(setting(rest, sections, "trainer", "default_root_dir") or ".")).absolute()
+    options.root = Path(str(setting(rest, documents(expand(rest)), "trainer", "default_root_dir") or ".")).absolute()
     options.folder = options.root / RUNS / options.name
     return options
 
