@@ -121,6 +121,11 @@ def named_errors(given: Mapping[str, object]) -> Iterator[None]:
     except (ValueError, TypeError, ImportError, MisconfigurationException) as error:
         named = _culprit(given, str(error))
         raise as_user_error(error, f"The trainer's settings don't work here: {named}{error}") from error
+    except RuntimeError as error:
+        if (twice := re.search(r"more than one stateful callback of type `(\w+)`", str(error))) is None:
+            raise
+        hint = "HINT: leave one out, or give each a state_key of its own."
+        raise UserError(f"trainer.callbacks has {twice[1]} twice, and both would save under one key. {hint}") from error
 
 
 def _culprit(given: Mapping[str, object], error: str) -> str:

@@ -141,6 +141,8 @@ class Checkpoints(Checkpoint):
             for path in checkpoints_in(self._folder):
                 if manifest := whole_manifest(path):
                     self._update_last_and_best(path, manifest)
+        if trainer.world_size > 1 and stage == "fit":  # which may have nothing to do
+            self._shared_best_path = trainer.strategy.broadcast(self.best_model_path)
 
     def _put_other_run_aside(self) -> None:
         """Renames the folder of checkpoints: another run wrote them, which this one does not continue."""

@@ -7,6 +7,7 @@ Here any function is taken, and who gets what it returns looks at that.
 
 import difflib
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -24,6 +25,9 @@ from jsonargparse._util import import_object
 
 from project.errors import UserError
 from project.tracebacks import Folded
+
+START = [Path.cwd()]
+"""The folder in which the command was given: while a config is read, the working directory is the config's."""
 
 Original = Callable[..., Any]
 
@@ -81,13 +85,13 @@ def _missing(path: str, error: Exception) -> str:
                 return f"There is no {path}. Did you mean {'.'.join([place, near, *parts[end + 1 :]])}?"
         return f"There is no {path}: {error}."
     root = parts[0]
-    if near := _near(root, [module.name for module in iter_modules([""])]):
+    if near := _near(root, [module.name for module in iter_modules([str(START[0])])]):
         if near != root:
             return f"There is no {path}, as there is no module {root}. Did you mean {'.'.join([near, *parts[1:]])}?"
-        return f"There is no {path}: Python does not look in the working directory. HINT: set PYTHONPATH={Path.cwd()}"
-    places = {Path(file).parent for pattern in ("*", "..") for file in Path().glob(f"{pattern}/{root}.py")}
+        return f"There is no {path}: Python does not look in the working directory. HINT: set PYTHONPATH={START[0]}"
+    places = {file.parent for pattern in ("*", "..") for file in START[0].glob(f"{pattern}/{root}.py")}
     start = (
-        f"{root}.py is in {min(places)}: start there, or set PYTHONPATH={min(places).resolve()}"
+        f"{root}.py is in {os.path.relpath(min(places), START[0])}: start there, or set PYTHONPATH={min(places).resolve()}"
         if places
         else (f"start where {root}.py is, or set PYTHONPATH to its folder; if it is a package: pip install {root}")
     )

@@ -107,4 +107,6 @@ def _filled(value: object, node: Node) -> object:
         return _filled_group(value or {}, keys)
     if isinstance(value, list):
         return [_filled(item, node) for item in value]
-    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+    if not isinstance(value, str) or not _NUMBER.fullmatch(value):
+        return value
+    return int(value) if value.lstrip("+-").isdigit() else float(value)

@@ -26,7 +26,7 @@ from torch import nn
 from project.checkpoints.callback import Checkpoints, checkpoints_of
 from project.checkpoints.reading import Manifest, Verification, memory_folder
 from project.cli.aliases import take_either_lightning
-from project.cli.class_paths import Refusal, take_functions
+from project.cli.class_paths import START, Refusal, take_functions
 from project.cli.config import HelpAll, Parser, SaveConfig, brought, refuse_odd_sections, save_config, touches_nothing
 from project.cli.verbs import ABOUT
 from project.cluster.connection import close_connections
@@ -489,6 +489,7 @@ def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Tr
     """Runs the command line. An error that the user can mend takes one line; any other, its traceback, printed once."""
     take_either_lightning()
     BY_COMMAND.set()
+    START[0] = Path.cwd()
     rank = rank_said()
     open_log(rank, host())
     say = log.info

@@ -47,7 +47,7 @@ _DISPOSABLE = (
     *("notified.json", "report.html", "summary.json", "checkpoints"),
 )
 """The files of a run that has trained nothing; a folder with others in it holds a result."""
-_OF_READERS = (".lock", "report.html", "summary.json")
+OF_READERS = (".lock", "report.html", "summary.json")
 """Files that are written, too, where a run is only read."""
 _LAST = 1 << 16  # bytes, in which the last line of a file is
 _STEP = re.compile(r'"step":\s?(\d{1,16})\b')
@@ -133,7 +133,7 @@ def _size_and_newest(folder: Path) -> tuple[int, float]:
             with suppress(OSError):
                 status = os.lstat(os.path.join(place, file))
                 size += status.st_size
-                newest = max(newest, status.st_mtime if file not in _OF_READERS else 0.0)
+                newest = max(newest, status.st_mtime if file not in OF_READERS else 0.0)
     return size, newest or folder.stat().st_mtime
 
 

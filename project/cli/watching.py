@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from project.cli.reading import run_parser
+from project.cli.runs import OF_READERS
 from project.config_files import run_folder
 from project.untrusted import LATEST, printable
 from project.watch.charts import number
@@ -132,6 +133,8 @@ class Look:
         """Returns the seconds since anything was written."""
         newest = 0.0
         for path in self.folder.iterdir():
+            if path.name in OF_READERS:
+                continue
             with suppress(OSError):  # it is gone, or leads nowhere
                 newest = max(newest, path.stat().st_mtime)
         return max(0.0, time.time() - newest)

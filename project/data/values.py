@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from hashlib import sha256
 from itertools import islice
 from multiprocessing.sharedctypes import SynchronizedBase
-from types import CodeType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -141,6 +141,8 @@ class Digests:
             return self._digest((value.func, value.args, value.keywords), deep - 1)
         if isinstance(value, FunctionType):
             return self._of_function(value, deep)
+        if isinstance(value, BuiltinFunctionType):
+            return f"{value.__module__}.{value.__qualname__}".encode()
         if isinstance(value, CACHED):  # one that draws is not what it was once it keeps more
             draws = _draws(getattr(value.__wrapped__, "__code__", None))
             return self._digest(value.cache_info().currsize, deep) if draws else None
@@ -153,8 +155,9 @@ class Digests:
 
     def _of_function(self, value: FunctionType, deep: int) -> Digest:
         """Returns a function's digest: it changes with its closure, and with its default arguments."""
+        name = f"{value.__module__}.{value.__qualname__}".encode()
         if is_of_a_library(value):
-            return None
+            return name
         cells = []
         for cell in value.__closure__ or ():
             try:
@@ -162,7 +165,7 @@ class Digests:
             except ValueError:  # nothing is in it yet
                 continue
         digests = [self._digest(item, deep - 1) for item in (*cells, *(value.__defaults__ or ()))]
-        return _joined([digest for digest in digests if digest is not None])
+        return _joined([name, value.__code__.co_code, *(digest for digest in digests if digest is not None)])
 
 
 def _draws(code: CodeType | None) -> bool:

@@ -154,10 +154,11 @@ def refuse_odd_batches(wanted: Wanted, run: ExaminedRun) -> None:
         return
     fitting = [str(count) for count in range(1, global_batch // at_once + 1) if global_batch % (at_once * count) == 0]
     numbers = f"--nodes of {', '.join(fitting)} can" if fitting else "no number of them can"
+    choice = "choose one of these, or " if fitting else ""
     shares = math.lcm(*(at_once * count for count in counts))
     raise UserError(
         f"{' or '.join(odd)} pod(s) of {wanted.processes} process(es) with micro-batches of {micro_batch} can't make "
-        f"a global batch of {global_batch}; {numbers}. HINT: choose one of these, or set {key}="
+        f"a global batch of {global_batch}; {numbers}. HINT: {choice}set {key}="
         f"{max(1, round(global_batch / shares)) * shares}."
     )
 

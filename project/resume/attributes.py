@@ -1,15 +1,17 @@
 """Finds what the user's objects keep in Python, beside weights and states: digests of their attributes, by name."""
 
+import dis
 import itertools
 import random
 import sys
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from functools import cache
 from types import FunctionType
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import nn
 from torchmetrics import MeanMetric, Metric
 
@@ -23,7 +25,16 @@ _OF_OPTIMIZERS = {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
 _STANDARD = (
     *("configuration", "global_batch"),
     *("epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "optimizer_states", "lr_schedulers"),
-    *("callbacks", "position", "schedules_as_built", "callback_metrics", "states_of_ranks", "logged_sums", "metric_states"),
+    *(
+        "callbacks",
+        "position",
+        "schedules_as_built",
+        "callback_metrics",
+        "logged_names",
+        "states_of_ranks",
+        "logged_sums",
+        "metric_states",
+    ),
     *("threads", "training_samples", "states_of_loaders", "unsaved_buffers", "exact_grids", "exact_metrics", "MixedPrecision"),
     *("averaging_state", "current_model_state", "samples_of_a_micro_batch"),
     *("unsaved_values", "hparams_name", "hyper_parameters", "datamodule_hparams_name", "datamodule_hyper_parameters"),
@@ -42,7 +53,8 @@ def attributes(trainer: Trainer) -> Attributes:
     """Returns digests of the attributes of the user's objects, and of what their hooks and files keep."""
     digests = Digests(_saved_elsewhere(trainer))
     kept = {name: _values(owner) for name, owner in owners(trainer)}
-    kept |= {name: {**kept.get(name, {}), **values} for name, values in (*_hooks(trainer), *_globals(trainer))}
+    for name, more in (*_hooks(trainer), *_layers(trainer), *_globals(trainer)):
+        kept[name] = {**kept.get(name, {}), **more}
     return {
         name: {attribute: digests.of(value) or UNKNOWN for attribute, value in values.items()} for name, values in kept.items()
     }
@@ -119,6 +131,8 @@ def _values(owner: object) -> dict[str, object]:
         if not is_of_a_library(kind):
             shared |= _plain(vars(kind))
     aside = _OF_OPTIMIZERS if isinstance(owner, torch.optim.Optimizer) else _OF_LIGHTNING
+    if isinstance(owner, Callback):
+        aside = aside.union(*(_set_by(base) for base in type(owner).__mro__ if is_of_a_library(base)))
     if isinstance(owner, Metric):  # whose states are saved by themselves
         aside = aside | _OF_METRICS | {*owner.metric_state}
 
@@ -130,6 +144,13 @@ def _values(owner: object) -> dict[str, object]:
         for name, value in {**shared, **getattr(owner, "__dict__", {})}.items()
         if name not in aside and not name.startswith("_ddp") and not is_method(name, value)  # torch's
     }
+
+
+@cache
+def _set_by(kind: Hashable) -> set[str]:
+    """Returns the attributes that the methods of a class set: a library's class saves its own by itself."""
+    codes = [method.__code__ for method in vars(kind).values() if isinstance(method, FunctionType)]
+    return {step.argval for code in codes for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
 
 
 def _plain(kept: Mapping[str, object]) -> dict[str, object]:
@@ -148,6 +169,18 @@ def _hooks(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
         hooks = [hook for kind in _HOOKS for hook in getattr(part, kind, {}).values()]
         if those := {f"{hook.__qualname__} (a hook)": hook for hook in hooks if isinstance(hook, FunctionType)}:
             yield f"{type(module).__name__}{'.' if path else ''}{path}", those
+
+
+def _layers(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Yields the kind and the settings of libraries' layers, such as the probability of a dropout."""
+    module = trainer.lightning_module
+    for path, part in module.named_modules():
+        kind = type(part)
+        if is_of_a_library(kind) and not isinstance(part, Metric):
+            yield (
+                f"{type(module).__name__}.{path}",
+                {"settings": f"{kind.__name__.removeprefix('FSDP')}({part.extra_repr()})"},
+            )
 
 
 def _globals(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:

@@ -94,6 +94,8 @@ class Resuming(_CheckpointConnector):
             checkpoint["callback_metrics"] = {
                 name: torch.as_tensor(value).detach().cpu() for name, value in sorted(self.trainer.callback_metrics.items())
             }
+            logged = self.trainer.logged_metrics.keys() & checkpoint["callback_metrics"].keys()
+            checkpoint["logged_names"] = sorted(logged)
             # They may go by a rank's own micro-batches, and exact checkpoints have the same bytes on any number of ranks.
             if not typed(self.trainer).exact and (values := unsaved_attributes(self.trainer, self.values_as_built, checkpoint)):
                 checkpoint["unsaved_values"] = values
@@ -286,7 +288,9 @@ class Resuming(_CheckpointConnector):
             )
         if trainer.state.fn == "fit" and "callback_metrics" in saved:
             # What schedules and stopping look at, until the next validation.
-            trainer.callback_metrics.update(saved["callback_metrics"])
+            metrics = saved["callback_metrics"]
+            trainer.callback_metrics.update(metrics)
+            trainer.logged_metrics.update({name: metrics[name] for name in saved.get("logged_names", ()) if name in metrics})
 
     def restore_loops(self) -> None:
         with _loop_errors_as_user_errors():

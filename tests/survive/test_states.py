@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
@@ -443,6 +444,7 @@ class Hiding(Regression):
         self.replay = Buffer()
         self.inner = itertools.cycle(range(3))
         self.temperature = 1.0
+        self.dropout, self.measure = nn.Dropout(0.1), nn.functional.mse_loss
         self.weights = [*self.parameters()]
         count = itertools.count()
 
@@ -460,6 +462,7 @@ class Hiding(Regression):
 
     def on_train_epoch_end(self) -> None:
         self.temperature *= 0.9
+        self.dropout.p, self.measure = 0.2, nn.functional.l1_loss
 
     def configure_optimizers(self) -> Any:
         return Lookahead(self.parameters(), lr=0.1)
@@ -475,8 +478,37 @@ def test_what_changes_is_seen_wherever_it_is_kept(tmp_path: Path, caplog: pytest
     Hiding.calls, CALLS[0] = 0, 0
     fit(tmp_path, Hiding(), points(), steps=10, resume=True)
     (line,) = [record.getMessage() for record in caplog.records if "not what it was when" in record.getMessage()]
-    assert "Hiding.temperature" in line
+    assert all(f"Hiding.{name}" in line for name in ("temperature", "dropout.settings", "measure"))
     assert "Hiding.weights" not in line
+
+
+class OwnAverage(WeightAveraging):
+    """As Lightning's page shows it."""
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return step_idx is not None
+
+
+def test_what_a_librarys_callback_saves_of_a_subclass_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for resume in (False, True):
+        fit(tmp_path, Regression(), points(), steps=10 if resume else 8, resume=resume, callbacks=[OwnAverage()])
+    assert "OwnAverage" not in caplog.text
+
+
+class Reads(Callback):
+    """Reads what was logged, when training starts."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.logged = {**trainer.logged_metrics}
+
+
+def test_what_was_logged_last_can_be_read_in_a_resumed_run(tmp_path: Path) -> None:
+    loggers = {"logger": CSVLogger(tmp_path / "logs"), "log_every_n_steps": 1}
+    trainer = fit(tmp_path, Regression(), points(), steps=6, **loggers)  # an epoch
+    before, reads = {name: float(value) for name, value in trainer.logged_metrics.items()}, Reads()
+    fit(tmp_path, Regression(), points(), steps=10, resume=True, callbacks=[reads], **loggers)
+    assert {name: float(value) for name, value in reads.logged.items()} == before
+    assert before
 
 
 class Shifting(Dataset[Any]):
