@@ -66,12 +66,11 @@ def find(name: str, asking: Path | None) -> Path:
     for place in places:
         if place.is_file():
             return place.resolve()
-    more = (
-        f", which {asking} names as its base."
-        if asking
-        else ". HINT: those that come with the project are called configs/*.yaml."
-    )
-    raise UserError(f"There is no config {name!r}{more}")
+    if asking:
+        raise UserError(f"There is no config {name!r}, which {asking} names as its base.")
+    near = sorted(path for path in (Path("..") / name, *Path().glob(f"*/{Path(name).name}")) if path.is_file())
+    hint = f"{near[0]} is there" if near else "those that come with the project are called configs/*.yaml"
+    raise UserError(f"There is no config {name!r} in {Path.cwd()}. HINT: {hint}.")
 
 
 def option(argv: list[str], *names: str) -> str | None:

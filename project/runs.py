@@ -206,7 +206,7 @@ class Run:
 
     def _at(self, path: Path) -> tuple[Path, Manifest]:
         if not path.exists():
-            raise UserError(f"resume={path}: there is no checkpoint {path}. HINT: --resume is auto, never, or the path of one.")
+            raise UserError(f"resume={path}: there is no such checkpoint. HINT: --resume is auto, never, or the path of one.")
         try:
             manifest = read_manifest(path)
             check_complete(manifest)

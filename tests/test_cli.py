@@ -119,7 +119,7 @@ MISTAKES = {
     "a typo in a flag": (["fit", DDP, "--trainer.max_epoch=3"], "no key trainer.max_epoch. Did you mean trainer.max_epochs?"),
     "a typo in YAML": (["fit", "--config=typo.yaml"], "typo.yaml, line 2: There is no key trainer.max_epoch. Did you mean"),
     "a typo in a class": (["fit", DDP, "--data.source.trainsize=9"], "Did you mean data.source.init_args.train_size?"),
-    "a typo in a verb": (["fitt", DDP], "There is no 'fitt'. Did you mean fit?"),
+    "a typo in a verb": (["fitt", DDP], "There is no verb 'fitt'. Did you mean fit?"),
     "no config": (["fit", "--run=x"], "Nothing says how long to train. HINT: --config configs/ddp.yaml"),
     "a logger not installed": (["fit", DDP, "--trainer.logger=CometLogger"], "CometLogger can't be made: Requirement"),
     "a metric that nobody logs": (["fit", DDP, "--checkpoints.monitor=val_acc"], "no such metric. Did you mean val/acc?"),

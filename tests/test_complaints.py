@@ -42,7 +42,7 @@ FLAGS = {  # and what is said of them
     "--model.network=broken.Net": "broken.py, line 1: SyntaxError: '(' was never closed",
     "--model.network=lacking.Net": "lacking.py, line 1, in <module>: No module named 'x_y'. HINT: pip install x_y",
     "--model.network=raising.Net": "raising.py, line 1, in <module>: ZeroDivisionError: division",
-    "--ckpt_path=nope.ckpt": "--ckpt_path: ckpt_path=nope.ckpt: there is no checkpoint nope.ckpt",
+    "--ckpt_path=nope.ckpt": "--ckpt_path: ckpt_path=nope.ckpt: there is no such checkpoint.",
 }
 SECTIONS = {
     "data: {source: {init_args: {train_size: abc}}}": "data.source.init_args.train_size: Expected an int, and it is abc",

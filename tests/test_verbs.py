@@ -50,7 +50,7 @@ def test_help_shows_all_verbs_and_loads_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("fti", "--config=x"), "There is no 'fti'. Did you mean fit? Choose from fit, "),
+        (("fti", "--config=x"), "There is no verb 'fti'. Did you mean fit? Choose from fit, "),
         ((), "No verb is given. Choose from fit, "),
     ],
 )

@@ -80,7 +80,7 @@ def _prove(root: Path, words: Sequence[str], only: Sequence[str], file: str | No
     seconds = time.monotonic() - began
     failed = _explain(plan, rows)
     left_out = sum(row.result == "not tried" for row in rows)
-    so_far = f", as far as it was tried: {left_out} of {len(rows)} trials were not" if left_out else ""
+    so_far = f", as far as it was tried: {len(rows) - left_out} of {len(rows)} trials" if left_out else ""
     show(f"The promise {'does NOT hold' if failed else 'holds'} for this configuration{so_far} ({seconds:.0f} s).")
     if file is not None:
         report = {"holds": not failed, "seconds": round(seconds, 1), "words": plan.words, "trials": [*map(vars, rows)]}

@@ -79,7 +79,7 @@ def page() -> str:
 def refuse_verb(verb: str) -> NoReturn:
     """Raises the error of a verb that there is not, or of none at all."""
     near = get_close_matches(verb, VERBS, n=1)
-    text = f"There is no {verb!r}.{f' Did you mean {near[0]}?' if near else ''}" if verb else "No verb is given."
+    text = f"There is no verb {verb!r}.{f' Did you mean {near[0]}?' if near else ''}" if verb else "No verb is given."
     raise UserError(f"{text} Choose from {', '.join(VERBS)}. HINT: python -m project --help")
 
 

@@ -347,10 +347,11 @@ def _forecasts(trainer: TypedTrainer, configured: Configured, ranks: str) -> lis
     ddp = forecaster.forecast(replace(first, shard=None, ranks=max(2, first.ranks), accumulation=1, shared_by=1))
     own = rows if layout.shard else [ddp]
     rows = [*rows, ddp] if layout.shard else [ddp, *rows]
-    kinds = ", ".join(sorted({type(block).__name__ for _, block in forecaster.blocks})) or "-"
+    kinds = ", ".join(sorted({type(block).__name__ for _, block in forecaster.blocks}))
     console = Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False, soft_wrap=True)
     numel, samples = sum(parameter.numel() for parameter in module.parameters()), count_samples(forecaster.batch) or "?"
-    console.print(f"{type(module).__name__}: {numel:,} parameters, {len(forecaster.blocks)} block(s) of {kinds}.")
+    blocks = f", {len(forecaster.blocks)} block(s) of {kinds}" if forecaster.blocks else ""
+    console.print(f"{type(module).__name__}: {numel:,} parameters{blocks}.")
     console.print(f"A micro-batch of {samples}; precision {trainer.precision}; on {forecaster.device.type}.")
     if not layout.shard:
         console.print("trainer.strategy has each rank hold everything. Beside it, what strategy=sharded would hold.")

@@ -61,7 +61,8 @@ def compute(this: Examination) -> float | None:
         for rank, seconds in enumerate(taken)
         if seconds > _SLOW * typical
     ]
-    good = f"{speed} samples/s on each rank, equal to {max(taken) / min(taken) - 1:.0%}"
+    spread = f"; the ranks differ by {max(taken) / min(taken) - 1:.0%}" if len(taken) > 1 else ""
+    good = f"{speed} samples/s on each rank{spread}"
     fix = "Is something else running there? Is it throttled (temperature, power, a cgroup's CPU limit)?"
     this.add("compute", troubles, good, fix, seconds=taken)
     return float(max(taken))
