@@ -170,9 +170,8 @@ class ProjectCLI(LightningCLI):
             raise UserError(f"{verb} takes one process. HINT: start it with plain Python: python -m project {verb} ...")
         path = settings.get("ckpt_path")
         if path is not None and path not in ("best", "last") and not (path and Path(path).exists()):
-            text = (
-                f"ckpt_path={path}: there is no such checkpoint. HINT: best, last, or the path of one in {RUNS}/NAME/checkpoints/."
-            )
+            hint = f"HINT: best, last, or the path of one in {RUNS}/NAME/checkpoints/."
+            text = f"ckpt_path={path}: there is no such checkpoint. {hint}"
             raise UserError(self.parser.placed(text))
         if path in (None, "best", "last") and settings.run is None and self.subcommand in EVALUATING:
             raise UserError(
