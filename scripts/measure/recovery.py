@@ -1,12 +1,12 @@
 #!/usr/bin/env python
 """From SIGKILL of a rank to the end of the first new step: ranks that a supervisor replaces, against torchrun's restarts.
 
-    .venv/bin/python scripts/measure/recovery.py [RANKS] [KILLS] [--run minires|own|sharded] [--by plain torchrun srun ...] [WORDS]
+    .venv/bin/python scripts/measure/recovery.py [RANKS] [KILLS] [--run minires|own|sharded] [--by plain ...] [WORDS]
 
 They take turns of two kills each, seconds after a start, on the CPU, a thread for each rank. The runs: MiniResNet with small
-images; a user's own module with torchmetrics; a sharded GPT. `srun` is a real Slurm (as root) with all ranks on one node; under
-`nodes` each has its own; `ray` has a cluster on this machine; `restarts` are torchrun's. Other words (--recover.every_n_steps=1)
-go to all of them. Prints medians, the least and the most, and the steps taken again.
+images; a user's own module with torchmetrics; a sharded GPT. `plain` is plain Python; `srun` is a real Slurm (as root) with all
+ranks on one node; under `nodes` each has its own; `ray` has a cluster on this machine; `restarts` are torchrun's. Other words
+(--recover.every_n_steps=1) go to all. Prints medians, the least and the most, and the steps taken again.
 """
 
 import argparse
