@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.quasirandom import SobolEngine
 
 _LARGEST = 1 << 24  # bytes of a value that is looked at
 _MOST = 64  # items of a list that are looked at, at each of its ends
@@ -40,7 +41,12 @@ _DRAWING = re.compile("rand|normal|uniform|choice|shuffl|permut|bernoulli|multin
 
 def is_of_a_library(kind: type | FunctionType) -> bool:
     """Returns whether a class or a function is Python's, torch's, Lightning's or this project's: such are not examined."""
-    root = str(kind.__module__).partition(".")[0]
+    return is_in_a_library(str(kind.__module__))
+
+
+def is_in_a_library(module: str) -> bool:
+    """Returns whether a module is Python's, torch's, Lightning's or this project's."""
+    root = module.partition(".")[0]
     return root in _LIBRARIES or (root in sys.stdlib_module_names and root != "__main__")
 
 
@@ -146,8 +152,10 @@ class Digests:
         if isinstance(value, CACHED):  # one that draws is not what it was once it keeps more
             draws = _draws(getattr(value.__wrapped__, "__code__", None))
             return self._digest(value.cache_info().currsize, deep) if draws else None
-        kept = getattr(value, "__dict__", None)
-        if isinstance(value, type) or is_of_a_library(type(value)) or not isinstance(kept, dict):
+        if isinstance(value, SobolEngine):
+            return self._digest(value.num_generated, deep)
+        kept = _kept(value)
+        if isinstance(value, type) or is_of_a_library(type(value)) or kept is None:
             # Where an iterator stands nobody can ask it. A file is one, too.
             return os.urandom(8) if isinstance(value, Iterator) and not isinstance(value, io.IOBase) else None
         parts = [(name, self._digest(item, deep - 1)) for name, item in [*kept.items()]]
@@ -164,8 +172,24 @@ class Digests:
                 cells.append(cell.cell_contents)
             except ValueError:  # nothing is in it yet
                 continue
-        digests = [self._digest(item, deep - 1) for item in (*cells, *(value.__defaults__ or ()))]
+        own = [kept for kept in (value.__kwdefaults__, value.__dict__) if kept]
+        digests = [self._digest(item, deep - 1) for item in (*cells, *(value.__defaults__ or ()), *own)]
         return _joined([name, value.__code__.co_code, *(digest for digest in digests if digest is not None)])
+
+
+def _kept(value: object) -> dict[str, object] | None:
+    """Returns an object's attributes, also those that have slots; None where it has none of its own."""
+    slots = {
+        name
+        for kind in type(value).__mro__
+        if isinstance(names := vars(kind).get("__slots__"), (tuple, list))
+        for name in names
+    }
+    kept = getattr(value, "__dict__", None)
+    if not slots and not isinstance(kept, dict):
+        return None
+    own = kept if isinstance(kept, dict) else {}
+    return {name: getattr(value, name) for name in sorted(slots - own.keys()) if hasattr(value, name)} | own
 
 
 def _draws(code: CodeType | None) -> bool:

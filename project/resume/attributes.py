@@ -5,9 +5,9 @@ import itertools
 import random
 import sys
 from collections import Counter, deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterator, Mapping
 from functools import cache
-from types import FunctionType
+from types import FunctionType, ModuleType
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch import nn
 from torchmetrics import MeanMetric, Metric
 
-from project.data.values import CACHED, Digests, is_of_a_library
+from project.data.values import CACHED, Digests, is_in_a_library, is_of_a_library
 from project.step.evaluation import loaders_of
 from project.typed import StateDict, typed
 
@@ -42,6 +42,7 @@ _STANDARD = (
 """Parts of a checkpoint in which no attribute of a user is looked for."""
 _OF_METRICS = {*vars(MeanMetric())}
 _PLAIN = (bool, int, float, list, dict, set, deque, np.ndarray, torch.Tensor, itertools.count)
+_MOST_FILES = 100  # of the user's, that are looked at
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 Attributes = Mapping[str, Mapping[str, bytes]]
@@ -129,7 +130,7 @@ def _values(owner: object) -> dict[str, object]:
     shared: dict[str, object] = {}
     for kind in reversed(type(owner).__mro__):
         if not is_of_a_library(kind):
-            shared |= _plain(vars(kind))
+            shared |= _plain(vars(kind), {kind.__module__})
     aside = _OF_OPTIMIZERS if isinstance(owner, torch.optim.Optimizer) else _OF_LIGHTNING
     if isinstance(owner, Callback):
         aside = aside.union(*(_set_by(base) for base in type(owner).__mro__ if is_of_a_library(base)))
@@ -153,13 +154,18 @@ def _set_by(kind: Hashable) -> set[str]:
     return {step.argval for code in codes for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
 
 
-def _plain(kept: Mapping[str, object]) -> dict[str, object]:
-    """Returns the numbers, lists and generators among a class's or a file's values."""
-    return {
-        name: value
-        for name, value in [*kept.items()]
-        if isinstance(value, (*_PLAIN, *GENERATORS, CACHED)) and not name.startswith("__")
-    }
+def _plain(kept: Mapping[str, object], files: Container[str] = ()) -> dict[str, object]:
+    """Returns the numbers, lists and generators among a class's or a file's values; also objects of classes in `files`, and
+    functions that keep something.
+    """
+
+    def keeps(value: object) -> bool:
+        if isinstance(value, FunctionType):
+            kept = value.__dict__ or value.__defaults__ or value.__kwdefaults__ or value.__closure__
+            return value.__module__ in files and bool(kept)
+        return isinstance(value, (*_PLAIN, *GENERATORS, CACHED)) or type(value).__module__ in files
+
+    return {name: value for name, value in [*kept.items()] if not name.startswith("__") and keeps(value)}
 
 
 def _hooks(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
@@ -184,7 +190,26 @@ def _layers(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
 
 
 def _globals(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Yields the numbers, lists and generators of the files in which the user's classes are."""
+    """Yields what the files keep in which the user's classes are, and those of the user's that they import."""
     files = {kind.__module__ for _, owner in owners(trainer) for kind in type(owner).__mro__ if not is_of_a_library(kind)}
-    for name in sorted(files & sys.modules.keys()):
-        yield name, _plain(vars(sys.modules[name]))
+    files, new = set[str](), files & sys.modules.keys()
+    while new and len(files) < _MOST_FILES:
+        files |= new
+        new = {
+            of for name in new for value in [*vars(sys.modules[name]).values()] if (of := _file_of(value)) and of not in files
+        }
+    for name in sorted(files):
+        kept = vars(sys.modules[name])
+        yield name, _plain(kept, files)
+        kinds = [value for value in [*kept.values()] if isinstance(value, type) and value.__module__ == name]
+        yield from ((f"{name}.{kind.__name__}", _plain(vars(kind), files)) for kind in kinds)
+
+
+def _file_of(value: object) -> str:
+    """Returns the module that an imported name leads to, if it is the user's own; '' otherwise."""
+    if not isinstance(value, (ModuleType, FunctionType, type)):
+        return ""
+    name = str(value.__name__ if isinstance(value, ModuleType) else value.__module__)
+    file = getattr(sys.modules.get(name), "__file__", None) or "site-packages"
+    installed = "site-packages" in file or "dist-packages" in file or is_in_a_library(name)
+    return "" if installed else name

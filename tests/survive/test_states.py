@@ -25,6 +25,8 @@ from project.resume import attributes
 from project.sharded.shards import Split
 from project.watch.progress import Progress
 from tests.own import Points, Regression
+from tests.survive import keeping
+from tests.survive.keeping import Slotted
 from tests.survive.test_resume import same
 
 
@@ -441,7 +443,8 @@ class Hiding(Regression):
 
     def __init__(self) -> None:
         super().__init__()
-        self.replay = Buffer()
+        self.replay, self.slotted = Buffer(), Slotted()
+        self.sobol = torch.quasirandom.SobolEngine(1)
         self.inner = itertools.cycle(range(3))
         self.temperature = 1.0
         self.dropout, self.measure = nn.Dropout(0.1), nn.functional.mse_loss
@@ -456,6 +459,8 @@ class Hiding(Regression):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         CALLS[0] += 1
         Hiding.calls += 1
+        self.slotted.calls += 1
+        self.sobol.draw(1)
         next(self.inner)
         self.replay.kept.extend(range(100))
         return self.loss(batch)
@@ -472,7 +477,7 @@ def test_what_changes_is_seen_wherever_it_is_kept(tmp_path: Path, caplog: pytest
     fit(tmp_path, Hiding(), points(), steps=8)
     (line,) = [record.getMessage() for record in caplog.records if "changed in the first steps" in record.getMessage()]
     named = {name.rpartition(".")[2] for name in line.partition(": ")[0].split(", ")}
-    assert named == {"replay", "inner", "calls", "look (a hook)", "taken", "CALLS"}
+    assert named == {"replay", "slotted", "sobol", "inner", "calls", "look (a hook)", "taken", "CALLS"}
 
     caplog.clear()
     Hiding.calls, CALLS[0] = 0, 0
@@ -480,6 +485,19 @@ def test_what_changes_is_seen_wherever_it_is_kept(tmp_path: Path, caplog: pytest
     (line,) = [record.getMessage() for record in caplog.records if "not what it was when" in record.getMessage()]
     assert all(f"Hiding.{name}" in line for name in ("temperature", "dropout.settings", "measure"))
     assert "Hiding.weights" not in line
+
+
+class Filed(Regression):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        keeping.move()
+        return self.loss(batch)
+
+
+def test_what_changes_in_a_file_that_the_modules_file_imports_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, Filed(), points(), steps=4)
+    (line,) = [record.getMessage() for record in caplog.records if "changed in the first steps" in record.getMessage()]
+    kept = {"KEPT", "NUMBER", "Shared.calls", "attribute", "default", "keyword"}
+    assert {*line.partition(": ")[0].split(", ")} == {f"tests.survive.keeping.{name}" for name in kept}
 
 
 class OwnAverage(WeightAveraging):
