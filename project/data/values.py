@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from hashlib import sha256
 from itertools import islice
 from multiprocessing.sharedctypes import SynchronizedBase
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, MethodType
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -152,6 +152,10 @@ class Digests:
         if isinstance(value, CACHED):  # one that draws is not what it was once it keeps more
             draws = _draws(getattr(value.__wrapped__, "__code__", None))
             return self._digest(value.cache_info().currsize, deep) if draws else None
+        if isinstance(value, GeneratorType):
+            frame = value.gi_frame
+            known = {name: item for name, item in frame.f_locals.items() if not isinstance(item, Iterator)} if frame else {}
+            return self._digest((frame.f_lasti if frame else "ended", known), deep)
         if isinstance(value, SobolEngine):
             return self._digest(value.num_generated, deep)
         kept = _kept(value)

@@ -7,7 +7,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Container, Hashable, Iterator, Mapping
 from functools import cache
-from types import FunctionType, ModuleType
+from types import FunctionType, GeneratorType, ModuleType
 
 import numpy as np
 import torch
@@ -163,7 +163,7 @@ def _plain(kept: Mapping[str, object], files: Container[str] = ()) -> dict[str, 
         if isinstance(value, FunctionType):
             kept = value.__dict__ or value.__defaults__ or value.__kwdefaults__ or value.__closure__
             return value.__module__ in files and bool(kept)
-        return isinstance(value, (*_PLAIN, *GENERATORS, CACHED)) or type(value).__module__ in files
+        return isinstance(value, (*_PLAIN, *GENERATORS, CACHED, GeneratorType)) or type(value).__module__ in files
 
     return {name: value for name, value in [*kept.items()] if not name.startswith("__") and keeps(value)}
 

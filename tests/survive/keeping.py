@@ -20,6 +20,8 @@ class Kept:
 
 
 KEPT = Kept()
+NUMBERS = (number for number in range(1_000_000))
+STILL = (number for number in range(1_000_000))
 NUMBER = 0
 _UNUSED = (count(), Kept())
 
@@ -41,6 +43,7 @@ def move() -> None:
     NUMBER += 1
     Shared.calls += 1
     KEPT.calls += 1
+    next(NUMBERS)
     default()
     keyword()
     attribute()

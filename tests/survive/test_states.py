@@ -496,7 +496,7 @@ class Filed(Regression):
 def test_what_changes_in_a_file_that_the_modules_file_imports_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path, Filed(), points(), steps=4)
     (line,) = [record.getMessage() for record in caplog.records if "changed in the first steps" in record.getMessage()]
-    kept = {"KEPT", "NUMBER", "Shared.calls", "attribute", "default", "keyword"}
+    kept = {"KEPT", "NUMBER", "NUMBERS", "Shared.calls", "attribute", "default", "keyword"}
     assert {*line.partition(": ")[0].split(", ")} == {f"tests.survive.keeping.{name}" for name in kept}
 
 
