@@ -58,7 +58,11 @@ def _sharded(value: object, before: object, parameter: DTensor) -> object:
     if isinstance(before, DTensor) and value is local(before):
         return before
     if isinstance(value, Tensor) and value.ndim and value.shape == local(parameter).shape:
-        return placed_like(value, parameter)
+        if value.device.type == parameter.device_mesh.device_type:
+            return placed_like(value, parameter)
+        placed = torch.empty_like(parameter.detach(), dtype=value.dtype)  # `placed_like` would move what lies on the host
+        local(placed).copy_(value)
+        return placed
     return value
 
 
