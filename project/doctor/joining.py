@@ -34,8 +34,9 @@ def compute(device: torch.device) -> str:
     generator = torch.Generator().manual_seed(1)
     left, right = (torch.randint(-64, 65, (_SIZE, _SIZE), generator=generator) for _ in range(2))
     rows = left.sum(0) @ right  # the sums of the product's columns, by another way
+    first, second = left.to(device, torch.float32), right.to(device, torch.float32)
     for _ in range(_TIMES):
-        product = left.to(device, torch.float32) @ right.to(device, torch.float32)  # below 2**24: exact, also in TF32
+        product = first @ second  # below 2**24: exact, also in TF32
         if not torch.equal(product.sum(0, dtype=torch.float64).cpu().long(), rows):
             return f"{device} has computed a product wrongly"
     return ""

@@ -191,8 +191,8 @@ def _layers(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
 
 def _globals(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Yields what the files keep in which the user's classes are, and those of the user's that they import."""
-    files = {kind.__module__ for _, owner in owners(trainer) for kind in type(owner).__mro__ if not is_of_a_library(kind)}
-    files, new = set[str](), files & sys.modules.keys()
+    of_owners = {kind for _, owner in owners(trainer) for kind in type(owner).__mro__ if not is_of_a_library(kind)}
+    files, new = set[str](), {kind.__module__ for kind in of_owners} & sys.modules.keys()
     while new and len(files) < _MOST_FILES:
         files |= new
         new = {
@@ -201,7 +201,11 @@ def _globals(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
     for name in sorted(files):
         kept = vars(sys.modules[name])
         yield name, _plain(kept, files)
-        kinds = [value for value in [*kept.values()] if isinstance(value, type) and value.__module__ == name]
+        kinds = [
+            value
+            for value in [*kept.values()]
+            if isinstance(value, type) and value.__module__ == name and value not in of_owners
+        ]
         yield from ((f"{name}.{kind.__name__}", _plain(vars(kind), files)) for kind in kinds)
 
 

@@ -37,7 +37,8 @@ def on_shards(optimizer: Optimizer) -> Iterator[None]:
         for parameter, shard in shards.items():
             if parameter in state:
                 kept[parameter] = state.pop(parameter)
-                state[shard] = {name: local(cast(Tensor, value)) for name, value in kept[parameter].items()}
+                with torch.no_grad():
+                    state[shard] = {name: local(cast(Tensor, value)) for name, value in kept[parameter].items()}
         for group, parameters in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = [shards.get(cast(DTensor, parameter), parameter) for parameter in parameters]
         try:
@@ -48,9 +49,10 @@ def on_shards(optimizer: Optimizer) -> Iterator[None]:
             for parameter, shard in shards.items():
                 if shard in state:
                     before = kept.get(parameter, {})
-                    state[parameter] = {
-                        name: _sharded(value, before.get(name), parameter) for name, value in state.pop(shard).items()
-                    }
+                    with torch.no_grad():
+                        state[parameter] = {
+                            name: _sharded(value, before.get(name), parameter) for name, value in state.pop(shard).items()
+                        }
 
 
 def _sharded(value: object, before: object, parameter: DTensor) -> object:

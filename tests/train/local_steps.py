@@ -52,6 +52,7 @@ def compare(kind: type[Optimizer], settings: dict[str, Any], whole: nn.Module) -
     ]
     optimizers = [kind(group, lr=0.1, **settings) for group in groups]  # type: ignore[call-arg]
     kept = [*optimizers[1].param_groups[0]["params"]]
+    same_states: list[Any] = []
     for step in range(3):
         inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
         for network, optimizer in zip(networks, optimizers, strict=True):
@@ -65,6 +66,9 @@ def compare(kind: type[Optimizer], settings: dict[str, Any], whole: nn.Module) -
                 isinstance(each, DTensor) and each.grad is not None for each in optimizers[1].param_groups[0]["params"]
             )
             optimizers[1].step()
+        states = [value for state in optimizers[1].state.values() for value in state.values() if isinstance(value, DTensor)]
+        same_states = same_states or states
+    assert all(first is last for first, last in zip(same_states, states, strict=True)), "made anew in each step"
     assert all(ours is theirs for ours, theirs in zip(optimizers[1].param_groups[0]["params"], kept, strict=True))
     assert all(local(each.detach()).grad is None for each in networks[1].parameters() if isinstance(each, DTensor))
     for ours, theirs in zip(networks[1].parameters(), networks[0].parameters(), strict=True):
