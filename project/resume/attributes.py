@@ -200,6 +200,9 @@ def _globals(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
         }
     for name in sorted(files):
         kept = vars(sys.modules[name])
+        if not _is_own(name):  # a package whose class is the user's network, or in it
+            yield name, _plain(kept)
+            continue
         yield name, _plain(kept, files)
         kinds = [
             value
@@ -214,6 +217,11 @@ def _file_of(value: object) -> str:
     if not isinstance(value, (ModuleType, FunctionType, type)):
         return ""
     name = str(value.__name__ if isinstance(value, ModuleType) else value.__module__)
-    file = getattr(sys.modules.get(name), "__file__", None) or "site-packages"
-    installed = "site-packages" in file or "dist-packages" in file or is_in_a_library(name)
-    return "" if installed else name
+    return name if name in sys.modules and _is_own(name) else ""
+
+
+def _is_own(name: str) -> bool:
+    """Returns whether a module is a file of the user's, and no installed package; also what is typed into a notebook."""
+    file = getattr(sys.modules[name], "__file__", None)
+    installed = file is None or "site-packages" in file or "dist-packages" in file
+    return name == "__main__" or not (installed or is_in_a_library(name))

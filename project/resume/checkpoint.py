@@ -94,8 +94,8 @@ class Resuming(_CheckpointConnector):
             checkpoint["callback_metrics"] = {
                 name: torch.as_tensor(value).detach().cpu() for name, value in sorted(self.trainer.callback_metrics.items())
             }
-            logged = self.trainer.logged_metrics.keys() & checkpoint["callback_metrics"].keys()
-            checkpoint["logged_names"] = sorted(logged)
+            logged = self.trainer.logged_metrics
+            checkpoint["logged_names"] = [name for name in checkpoint["callback_metrics"] if name in logged]
             # They may go by a rank's own micro-batches, and exact checkpoints have the same bytes on any number of ranks.
             if not typed(self.trainer).exact and (values := unsaved_attributes(self.trainer, self.values_as_built, checkpoint)):
                 checkpoint["unsaved_values"] = values
