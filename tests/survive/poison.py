@@ -29,9 +29,7 @@ class Poisoned(Dataset[Any]):
 
 
 class _Backward(torch.autograd.Function):
-    """Does nothing, but for an infinite gradient at its tenth call."""
-
-    calls = 0
+    """Does nothing, but for an infinite gradient at its tenth call. A file counts them: a class would be named for that."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -39,8 +37,9 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        _Backward.calls += 1
-        if _Backward.calls == 10:
+        with Path("calls").open("a") as calls:
+            number = calls.write(".") and calls.tell()
+        if number == 10:
             Path("struck").touch()
             return gradients[0] * torch.inf
         return gradients[0]
