@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from project.checkpoints.in_memory import MemoryWriter
+from project.checkpoints.in_memory import CopyInterval, MemoryWriter
 from project.checkpoints.reading import Manifest, checkpoints_in, same_step, whole_manifest
 from project.checkpoints.writing import (
     FileWriter,
@@ -125,9 +125,9 @@ class Checkpoints(Checkpoint):
         self._ended_at: int | None = None
         self._file_writer = FileWriter()
         self._shard_writers: ShardWriters | None = None  # where the network is sharded
-        self._memory: tuple[MemoryWriter, int] | None = None
+        self._memory: tuple[MemoryWriter, CopyInterval] | None = None
         self._replaces_ranks = False
-        self._in_memory_at: int | None = None
+        self._in_memory_at = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         callbacks = typed(trainer).callbacks
@@ -158,7 +158,7 @@ class Checkpoints(Checkpoint):
         named = bool(typed(trainer).configuration)  # a run of the command line, which knows whose folder it is
         if trainer.is_global_zero and not trainer.global_step and not named and checkpoints_in(self._folder):
             self._put_other_run_aside()
-        self._began_at = trainer.global_step
+        self._began_at = self._in_memory_at = trainer.global_step
         if not (self._replaces_ranks and trainer.global_step):
             # Now, and not when the run has been lost: could it resume from what would be saved?
             check(typed(trainer).resuming.dump_checkpoint(weights_only=False))
@@ -178,22 +178,26 @@ class Checkpoints(Checkpoint):
         self._log_cost(trainer)
         if self._validated or (self.every_n_steps and step and step % self.every_n_steps == 0):
             self.save(trainer)
-        if self._memory is None or step == self._began_at:
+        if self._memory is None or step - self._in_memory_at < self._memory[1].steps or position(trainer).validation_due:
             return
-        # A module that steps by itself need not have done so since.
-        if step % self._memory[1] == 0 and step != self._in_memory_at and not position(trainer).validation_due:
-            self._in_memory_at = step
-            if self._memory[0].is_busy():
-                return
-            for prepare in self.before_save:
-                prepare(trainer)
-            self._memory[0].save(step, *self._state(trainer, finished=False), self._began_at)
+        self._in_memory_at = step
+        writer, interval = self._memory
+        if not writer.is_busy():
+            with interval.measured(step, trainer.strategy.root_device):
+                for prepare in self.before_save:
+                    prepare(trainer)
+                writer.save(step, *self._state(trainer, finished=False), self._began_at)
 
-    def keep_in_memory(self, writer: MemoryWriter, every_n_steps: int, replaces_ranks: bool) -> None:
-        """Also writes the run's state into memory from now on, every so many steps. `replaces_ranks`: these ranks were
-        started in the place of others, and have just read such a state, or a checkpoint.
+    def keep_in_memory(self, writer: MemoryWriter, interval: CopyInterval, replaces_ranks: bool) -> None:
+        """Also writes the run's state into memory from now on. `replaces_ranks`: these ranks were started in the place of
+        others, and have just read such a state, or a checkpoint.
         """
-        self._memory, self._replaces_ranks = (writer, every_n_steps), replaces_ranks
+        self._memory, self._replaces_ranks = (writer, interval), replaces_ranks
+
+    @property
+    def interval(self) -> CopyInterval | None:
+        """Returns the interval of the copies in memory; None where none are made."""
+        return self._memory[1] if self._memory else None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._shard_writers is not None:

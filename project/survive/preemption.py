@@ -53,7 +53,7 @@ class StopTogether(Callback):
     def __init__(self, signals: Signals, action: SharedAction | None = None) -> None:
         self.signals, self._action = signals, action
         self._group = Group()
-        self._notes = torch.zeros(4, dtype=torch.int32)
+        self._notes = torch.zeros(5, dtype=torch.int32)
         self._exchange: dist.Work | None = None
         self._pause = 0  # steps until the ranks compare notes again; all count alike
         self._stale = True  # how long a step takes is not known, or of another phase
@@ -66,7 +66,7 @@ class StopTogether(Callback):
             held = ref(checkpoints)  # a process outlives its Trainer, and must not hold on to it and the model
             REQUEUE.newest = lambda: known.last if (known := held()) else None
             REQUEUE.doing = lambda: "the checkpoint" if (known := held()) and known.writing else "a step, or the start-up,"
-        self._notes = torch.zeros(4, dtype=torch.int32)  # not before: spawned ranks would share its memory
+        self._notes = torch.zeros(5, dtype=torch.int32)  # not before: spawned ranks would share its memory
         if trainer.world_size > 1 and dist.is_initialized():  # a strategy may connect its ranks in another way
             self._group.make()
 
@@ -76,15 +76,20 @@ class StopTogether(Callback):
         """
         is_wanted = self._action is not None and self._action.is_wanted(trainer)
         own = (int(self.signals.noted or 0), checkpoints is not None and checkpoints.overdue, is_wanted)
+        interval = checkpoints.interval if checkpoints is not None else None
         if (group := self._group()) is None:
+            if interval is not None and trainer.world_size == 1:
+                interval.steps = interval.wanted
             return own
         last = (0, False, False)
         self._since += 1
         if self._exchange is not None:
             self._exchange.wait()
             self._exchange = None
-            number, overdue, is_wanted, steps = self._notes.tolist()
+            number, overdue, is_wanted, steps, copied_every = self._notes.tolist()
             last = (number, bool(overdue), bool(is_wanted))
+            if interval is not None:
+                interval.steps = copied_every
             self._pause = 0 if self._stale else -steps - 1
         if self._pause:
             self._pause -= 1
@@ -92,8 +97,10 @@ class StopTogether(Callback):
             self._stale = False
             # The largest of the ranks' numbers is what all go by: of the steps to pass, negative here, the fewest.
             # Where all are about to save, or to answer, those have had their say.
-            notes = (own[0], own[1] and not last[1], own[2] and not last[2], -self._steps_per_interval())
-            self._notes[0], self._notes[1], self._notes[2], self._notes[3] = notes
+            wanted = interval.wanted if interval is not None else 0
+            notes = (own[0], own[1] and not last[1], own[2] and not last[2], -self._steps_per_interval(), wanted)
+            for place, note in enumerate(notes):
+                self._notes[place] = note
             self._exchange = dist.all_reduce(self._notes, dist.ReduceOp.MAX, group=group, async_op=True)
         return last
 

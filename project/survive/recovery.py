@@ -4,11 +4,12 @@ import logging
 import os
 import secrets
 from pathlib import Path
+from typing import Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from project.checkpoints.callback import checkpoints_of
-from project.checkpoints.in_memory import MemoryWriter
+from project.checkpoints.in_memory import CopyInterval, MemoryWriter
 from project.checkpoints.reading import memory_folder
 from project.checkpoints.writing import clean_up
 from project.cluster.interfaces import own_address
@@ -30,15 +31,16 @@ class Recovery(Callback):
     Args:
         restarts: how often the ranks are started again; with 0 a lost rank ends the run. Under plain Python,
             torchrun, srun and Ray.
-        every_n_steps: keep the run's state in memory every so many optimiser steps; None leaves it to the checkpoints on disk.
+        every_n_steps: optimiser steps between two copies of the run's state in memory; 'auto' makes as many copies as take 1 %
+            of the time: after each step, where steps are long. None leaves it to the checkpoints on disk.
         strikes: don't use a host again that has lost ranks so many times within an hour, where the engine can do without it
             (scripts/launch.sh with NNODES=MIN:MAX, Slurm's requeue, Ray); the log names others.
     """
 
-    def __init__(self, restarts: int = 0, every_n_steps: int | None = 10, strikes: int = STRIKES) -> None:
+    def __init__(self, restarts: int = 0, every_n_steps: int | Literal["auto"] | None = "auto", strikes: int = STRIKES) -> None:
         if restarts < 0:
             raise UserError(f"recover.restarts is 0 at least, and not {restarts}.")
-        if every_n_steps is not None and every_n_steps < 1:
+        if isinstance(every_n_steps, int) and every_n_steps < 1:
             raise UserError(f"recover.every_n_steps is 1 at least, and not {every_n_steps}. HINT: null for never.")
         if strikes < 1:
             raise UserError(f"recover.strikes is 1 at least, and not {strikes}.")
@@ -74,4 +76,5 @@ class Recovery(Callback):
             clean_up(folder)
         can_lose_host = Nodes.of_environment(trainer.world_size).least > 0
         writer = MemoryWriter(folder, trainer, can_lose_host)
-        checkpoints.keep_in_memory(writer, self.every_n_steps, replaces_ranks=restarts() > 0)
+        interval = CopyInterval(None if self.every_n_steps == "auto" else self.every_n_steps)
+        checkpoints.keep_in_memory(writer, interval, replaces_ranks=restarts() > 0)

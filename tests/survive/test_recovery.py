@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from jsonargparse import Namespace
 
+from project.checkpoints.in_memory import CopyInterval
 from project.cli.config import touches_nothing
 from project.cluster.place import MEMORY
 from project.launch.losses import Losses
@@ -104,7 +106,7 @@ def final(folder: Path) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("run", "launcher", "ranks", "strikes"),
     [
-        ("minires", "python", 3, [{"rank": 1, "step": 7}, {"rank": 0, "step": 11, "where": "accumulation"}]),
+        ("minires, copied by cost", "python", 3, [{"rank": 1, "step": 7}, {"rank": 0, "step": 11, "where": "accumulation"}]),
         pytest.param(
             "own",
             "torchrun",
@@ -130,6 +132,8 @@ def test_a_run_whose_ranks_are_killed_is_the_run_of_ranks_that_are_not(tmp_path,
     write_texts(tmp_path / "texts")
     by = {"torchrun": ranks} if launcher == "torchrun" else {}
     words = () if by else (f"--trainer.devices={ranks}",)
+    run, by_cost, _ = run.partition(", copied by cost")
+    words += ("--recover.every_n_steps=auto",) if by_cost else ()
     done = program(killed, *RUNS[run], *RECOVER, *words, faults(*strikes), **by)
     assert done.code == 0, done.output
     assert len(list(killed.glob("struck-*"))) == len(strikes)
@@ -334,6 +338,33 @@ def test_losses_are_counted_by_the_progress_in_between():
     assert losses.add(killed, "step-2") == losses.add(killed, "step-2") == losses.add(memory, "step-4") == ""
     assert losses.add(memory, "step-4") == "Memory ran out 2 times within the same steps"
     assert losses.add(killed, "step-6") == "It was restarted 4 times (recover.restarts)"
+
+
+def test_copies_in_memory_are_as_many_as_cost_a_hundredth_of_the_time(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    by_cost, given = CopyInterval(None), CopyInterval(4)
+
+    def copy(step: int, seconds: float) -> None:
+        nonlocal now
+        for interval in (by_cost, given):
+            with interval.measured(step, torch.device("cpu")):
+                now += seconds / 2
+
+    copy(1, 3.0)
+    now += 60.0  # the second step compiles
+    copy(2, 0.5)
+    now += 2.0
+    assert (by_cost.steps, by_cost.wanted) == (1, 1)  # too few to know
+    copy(3, 0.1)
+    assert by_cost.wanted == 3  # 50 ms, of 2 s
+    now += 3 * 2.0
+    copy(6, 9.0)  # once, by chance
+    assert by_cost.wanted == 3
+    now += 20.0
+    copy(7, 0.02)
+    assert by_cost.wanted == 1
+    assert given.wanted == given.steps == 4
 
 
 def test_the_newest_state_in_memory_is_resumed_from_and_steps_are_few(tmp_path):
