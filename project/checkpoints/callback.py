@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
+from dataclasses import asdict
 from datetime import datetime
 from functools import cache
 from importlib.metadata import version
@@ -32,9 +33,9 @@ from project.cluster.place import image
 from project.errors import UserError
 from project.sharded.shards import Split, split
 from project.step.logged import Flushes, TakesMeasurements, measurement_loggers
-from project.step.monitored import chosen_metric
+from project.step.monitored import Scores, chosen_metric, is_better
 from project.step.position import out_of_time, position, stopped_within_epoch
-from project.typed import callbacks_of, typed
+from project.typed import StateDict, callbacks_of, typed
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class Checkpoints(Checkpoint):
         self.before_save: list[Callable[[Trainer], None]] = []  # called before each save
         self.last: Path | None = None
         self.best: tuple[float, Path] | None = None
-        self._current: float | None = None  # the last one's value of the metric
+        self._scores = Scores()
         self.failed: str | None = None  # why the last one could not be written
         self.seconds: float | None = None  # that the last one took
         self.by_default = False
@@ -172,6 +173,23 @@ class Checkpoints(Checkpoint):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validated = not trainer.sanity_checking
+        if self._validated:
+            self._add_score(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._add_score(trainer)  # also of a metric of the training
+
+    def _add_score(self, trainer: Trainer) -> None:
+        """Notes the metric's value now, on each rank: it does not depend on when the disk has taken the checkpoint."""
+        metrics = trainer.callback_metrics
+        name, mode = chosen_metric(self.monitor, self.mode, metrics)
+        self._scores.add(name, mode, float(metrics[name]) if name in metrics else None)
+
+    def state_dict(self) -> StateDict:
+        return asdict(self._scores)
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        self._scores = Scores(**state_dict)
 
     def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
         step = trainer.global_step
@@ -257,11 +275,12 @@ class Checkpoints(Checkpoint):
 
     @property
     def current_score(self) -> torch.Tensor | None:
-        return None if self._current is None else torch.tensor(self._current)
+        return None if self._scores.current is None else torch.tensor(self._scores.current)
 
     @property
     def best_model_score(self) -> torch.Tensor | None:
-        return None if self.best is None else torch.tensor(self.best[0])
+        best = self._scores.best
+        return None if best is None else torch.tensor(best)
 
     @property
     def best_k_models(self) -> dict[str, torch.Tensor]:
@@ -382,11 +401,9 @@ class Checkpoints(Checkpoint):
         self.last = path
         metrics = manifest.get("metrics", {})
         name, mode = chosen_metric(self.monitor, self.mode, metrics)
-        value = self._current = None if name is None else metrics.get(name)
-        if value is None or value != value:  # NaN is no best: nothing would ever be better
-            return
+        value = None if name is None else metrics.get(name)
         again = self.best is not None and same_step(self.best[1], path)
-        if self.best is None or again or (value > self.best[0] if mode == "max" else value < self.best[0]):
+        if value is not None and is_better(value, None if again or self.best is None else self.best[0], mode):
             self.best = value, path
 
     def _prune(self) -> None:

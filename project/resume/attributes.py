@@ -17,31 +17,29 @@ from torchmetrics import MeanMetric, Metric
 
 from project.data.values import CACHED, Digests, is_in_a_library, is_of_a_library
 from project.step.evaluation import loaders_of
-from project.typed import StateDict, typed
+from project.typed import StateDict, TypedTrainer, typed
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_LIGHTNING = {*vars(LightningModule()), *vars(LightningDataModule()), "_dtype", "_device", "_metric_attributes"}
 _OF_OPTIMIZERS = {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)), "step", "param_groups", "state"}
 _STANDARD = (
-    *("configuration", "global_batch"),
-    *("epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "optimizer_states", "lr_schedulers"),
-    *(
-        "callbacks",
-        "position",
-        "schedules_as_built",
-        "callback_metrics",
-        "logged_names",
-        "states_of_ranks",
-        "logged_sums",
-        "metric_states",
-    ),
-    *("threads", "training_samples", "states_of_loaders", "unsaved_buffers", "exact_grids", "exact_metrics", "MixedPrecision"),
-    *("averaging_state", "current_model_state", "samples_of_a_micro_batch"),
-    *("unsaved_values", "hparams_name", "hyper_parameters", "datamodule_hparams_name", "datamodule_hyper_parameters"),
+    *("configuration", "global_batch", "epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "callbacks"),
+    *("optimizer_states", "lr_schedulers", "schedules_as_built", "position", "threads", "training_samples", "MixedPrecision"),
+    *("callback_metrics", "logged_names", "logged_sums", "metric_states", "exact_grids", "exact_metrics", "states_of_ranks"),
+    *("states_of_loaders", "unsaved_buffers", "averaging_state", "current_model_state", "samples_of_a_micro_batch"),
+    *("unsaved_values", "saved_values", "hparams_name", "hyper_parameters"),
+    *("datamodule_hparams_name", "datamodule_hyper_parameters"),
 )
 """Parts of a checkpoint in which no attribute of a user is looked for."""
 _OF_METRICS = {*vars(MeanMetric())}
 _PLAIN = (bool, int, float, list, dict, set, deque, np.ndarray, torch.Tensor, itertools.count)
+_TRAINER = (
+    "lightning.pytorch.trainer",
+    "lightning.pytorch.loops",
+    "lightning.pytorch.strategies",
+    "project.step",
+    "project.trainer",
+)
 _MOST_FILES = 100  # of the user's, that are looked at
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
@@ -54,7 +52,7 @@ def attributes(trainer: Trainer) -> Attributes:
     """Returns digests of the attributes of the user's objects, and of what their hooks and files keep."""
     digests = Digests(_saved_elsewhere(trainer))
     kept = {name: _values(owner) for name, owner in owners(trainer)}
-    for name, more in (*_hooks(trainer), *_layers(trainer), *_globals(trainer)):
+    for name, more in (*_hooks(trainer), *_layers(trainer), *_attached(trainer), *_globals(trainer)):
         kept[name] = {**kept.get(name, {}), **more}
     return {
         name: {attribute: digests.of(value) or UNKNOWN for attribute, value in values.items()} for name, values in kept.items()
@@ -77,11 +75,13 @@ def changed_attributes(trainer: Trainer, before: Attributes) -> dict[tuple[str, 
     }
 
 
-def unsaved_attributes(trainer: Trainer, before: Attributes, checkpoint: StateDict) -> dict[str, bytes]:
-    """Returns the attributes that have changed since `before` and that a checkpoint of now does not hold, and their digests."""
+def moved_attributes(trainer: Trainer, before: Attributes, checkpoint: StateDict) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """Returns digests of the attributes that have changed since `before`: of those that a checkpoint of now does not hold, and
+    of those that it holds.
+    """
     moved = changed_attributes(trainer, before)
     if not moved:  # what is saved may be large, and is looked at for these alone
-        return {}
+        return {}, {}
     digests = Digests(_saved_elsewhere(trainer))
     parts = {name: part for name, part in checkpoint.items() if name not in _STANDARD}
     parts |= {name: part for name, part in checkpoint["state_dict"].items() if name.endswith("extra_state")}
@@ -93,11 +93,11 @@ def unsaved_attributes(trainer: Trainer, before: Attributes, checkpoint: StateDi
     callbacks = typed(trainer).callbacks
     states_of = checkpoint.get("callbacks", {})
     known = {type(callback).__name__: digests.within(states_of.get(callback.state_key)) for callback in callbacks}
-    return {
-        f"{owner}.{attribute}": digest
-        for (owner, attribute), digest in moved.items()
-        if (held := known.get(owner.partition(" ")[0], saved)) is not None and digest not in held
-    }
+    unsaved, held = dict[str, bytes](), dict[str, bytes]()
+    for (owner, attribute), digest in moved.items():
+        holds = known.get(owner.partition(" ")[0], saved)
+        (unsaved if holds is not None and digest not in holds else held)[f"{owner}.{attribute}"] = digest
+    return unsaved, held
 
 
 def owners(trainer: Trainer) -> Iterator[tuple[str, object]]:
@@ -105,7 +105,7 @@ def owners(trainer: Trainer) -> Iterator[tuple[str, object]]:
     module = trainer.lightning_module
     for path, part in module.named_modules():
         if not is_of_a_library(type(part)):
-            yield f"{type(module).__name__}{'.' if path else ''}{path}", part
+            yield _name(module, path), part
     callbacks = typed(trainer).callbacks
     data = typed(trainer).datamodule
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -115,6 +115,10 @@ def owners(trainer: Trainer) -> Iterator[tuple[str, object]]:
             name = type(owner).__name__
             seen[name] += 1
             yield name if seen[name] == 1 else f"{name} {seen[name]}", owner
+
+
+def _name(module: LightningModule, path: str) -> str:
+    return f"{type(module).__name__}{'.' if path else ''}{path}"
 
 
 def _saved_elsewhere(trainer: Trainer) -> Iterator[object]:
@@ -174,7 +178,7 @@ def _hooks(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
     for path, part in module.named_modules():
         hooks = [hook for kind in _HOOKS for hook in getattr(part, kind, {}).values()]
         if those := {f"{hook.__qualname__} (a hook)": hook for hook in hooks if isinstance(hook, FunctionType)}:
-            yield f"{type(module).__name__}{'.' if path else ''}{path}", those
+            yield _name(module, path), those
 
 
 def _layers(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
@@ -183,10 +187,34 @@ def _layers(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
     for path, part in module.named_modules():
         kind = type(part)
         if is_of_a_library(kind) and not isinstance(part, Metric):
-            yield (
-                f"{type(module).__name__}.{path}",
-                {"settings": f"{kind.__name__.removeprefix('FSDP')}({part.extra_repr()})"},
-            )
+            yield _name(module, path), {"settings": f"{kind.__name__.removeprefix('FSDP')}({part.extra_repr()})"}
+
+
+def _attached(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Yields what users have hung on objects of others: the trainer, torch's optimisers, parameters."""
+    module, number = trainer.lightning_module, 0
+    owners: list[tuple[str, object, Container[str]]] = [("Trainer", trainer, _of_trainers())]
+    for optimizer in trainer.optimizers:
+        if is_of_a_library(type(optimizer)):
+            number += 1
+            name = f"{type(optimizer).__name__}{f' {number}' if number > 1 else ''}"
+            known = _OF_OPTIMIZERS.union(*(_set_by(base) for base in type(optimizer).__mro__))
+            owners.append((name, optimizer, known))
+    owners += [(_name(module, path), parameter, ()) for path, parameter in module.named_parameters()]
+    for name, owner, aside in owners:
+        yield name, {key: value for key, value in vars(owner).items() if key not in aside and not key.startswith("_")}
+
+
+@cache
+def _of_trainers() -> set[str]:
+    """Returns the names that code of Lightning's Trainer and of ours uses: what a user hangs on a trainer has another one."""
+    names = {*TypedTrainer.__annotations__}
+    for module in [module for name, module in sys.modules.items() if name.startswith(_TRAINER)]:
+        for kind in [value for value in vars(module).values() if isinstance(value, (type, FunctionType))]:
+            methods = [kind] if isinstance(kind, FunctionType) else [*vars(kind).values()]
+            codes = [getattr(method, "fget", method) for method in methods]
+            names.update(*(code.__code__.co_names for code in codes if isinstance(code, FunctionType)))
+    return names
 
 
 def _globals(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:

@@ -33,7 +33,7 @@ from project.cluster import shared_folder
 from project.errors import FaultError, UserError
 from project.masking import MASK, without_secrets
 from project.parts import changed
-from project.resume.attributes import Attributes, attributes, unsaved_attributes
+from project.resume.attributes import Attributes, attributes, moved_attributes
 from project.resume.changes import refuse_short_one_cycle, restore_schedules
 from project.sharded.shards import split
 from project.sharded.strategy import Sharded
@@ -70,6 +70,8 @@ class Resuming(_CheckpointConnector):
     """The values that the user's objects keep in Python, before any step."""
     unsaved_digests: Mapping[str, bytes] = MappingProxyType({})
     """Digests of such values that the checkpoint knew of, and did not hold; none where no run is resumed."""
+    saved_digests: Mapping[str, bytes] = MappingProxyType({})
+    """Digests of those that it held."""
     weights_only: bool | None = None
     """The verb's own argument: Lightning does not report it where a sharded network is restored."""
 
@@ -97,8 +99,9 @@ class Resuming(_CheckpointConnector):
             logged = self.trainer.logged_metrics
             checkpoint["logged_names"] = [name for name in checkpoint["callback_metrics"] if name in logged]
             # They may go by a rank's own micro-batches, and exact checkpoints have the same bytes on any number of ranks.
-            if not typed(self.trainer).exact and (values := unsaved_attributes(self.trainer, self.values_as_built, checkpoint)):
-                checkpoint["unsaved_values"] = values
+            if not typed(self.trainer).exact:
+                values = moved_attributes(self.trainer, self.values_as_built, checkpoint)
+                checkpoint["unsaved_values"], checkpoint["saved_values"] = values
             checkpoint["states_of_ranks"] = _gather_states_of_ranks(self.trainer, checkpoint)
         return checkpoint
 
@@ -273,7 +276,8 @@ class Resuming(_CheckpointConnector):
             if name in buffers and buffers[name].shape == value.shape:
                 buffers[name].copy_(value)
         self.values_as_built = attributes(trainer)
-        self.unsaved_digests = saved.get("unsaved_values", {}) if trainer.state.fn == "fit" else {}
+        if trainer.state.fn == "fit":
+            self.unsaved_digests, self.saved_digests = saved.get("unsaved_values", {}), saved.get("saved_values", {})
         self._optimizers_as_built = _optimizer_names(trainer)
         self._schedules_as_built = [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
         super().restore_training_state()

@@ -6,7 +6,7 @@ user runs but what saves its state. What changes later is named by the run that 
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
@@ -20,7 +20,7 @@ from project.resume.attributes import (
     Attributes,
     attributes,
     changed_attributes,
-    unsaved_attributes,
+    moved_attributes,
     values,
 )
 from project.sharded.strategy import is_sharded
@@ -44,7 +44,8 @@ class Rehearsal(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if callbacks_of(trainer, ModelPruning):
             log.warning("ModelPruning leaves its masks out of checkpoints: after a restart what was pruned grows again.")
-        self._at_start = attributes(trainer) if typed(trainer).resuming.unsaved_digests else {}
+        resuming = typed(trainer).resuming
+        self._at_start = attributes(trainer) if resuming.unsaved_digests or resuming.saved_digests else {}
         self._before: Attributes | None = None  # the values at the first step; {} once they have been compared
         self._buffers: MovedWeights | None = None  # those of the first step
         self._reported = set[str]()
@@ -89,7 +90,8 @@ class Rehearsal(Callback):
     ) -> None:
         """Warns of attributes that have changed unsaved. What an epoch's end empties need not be saved."""
         if self._before and (trainer.global_step >= self._first_step + _STEPS or trainer.is_last_batch):
-            unsaved = unsaved_attributes(trainer, self._before, typed(trainer).resuming.dump_checkpoint(weights_only=False))
+            checkpoint = typed(trainer).resuming.dump_checkpoint(weights_only=False)
+            unsaved, _ = moved_attributes(trainer, self._before, checkpoint)
             self._before = {}
             _warn(
                 "changed in the first steps, and not in what a checkpoint holds, so that a resumed run begins with what it was "
@@ -99,14 +101,23 @@ class Rehearsal(Callback):
 
     def _warn_of_lost_values(self, trainer: Trainer, now: Attributes) -> None:
         """Warns of attributes that had another value in the checkpoint; where an epoch begins here, not of those it sets."""
-        begun = position(trainer).step > 0
-        for name, digest in typed(trainer).resuming.unsaved_digests.items():
-            value = _look_up_digest(now, name)
-            if value not in (digest, UNKNOWN) and (begun or value == _look_up_digest(self._at_start, name)):
-                self._reported.add(name)
+        begun, resuming = position(trainer).step > 0, typed(trainer).resuming
+
+        def others(digests: Mapping[str, bytes]) -> list[str]:
+            values = {name: _look_up_digest(now, name) for name, digest in digests.items()}
+            return sorted(
+                name
+                for name, value in values.items()
+                if value not in (digests[name], UNKNOWN) and (begun or value == _look_up_digest(self._at_start, name))
+            )
+
+        unsaved, saved = others(resuming.unsaved_digests), others(resuming.saved_digests)
+        self._reported.update(unsaved, saved)
+        _warn("not what it was when the checkpoint was saved, which does not hold it. HINT: {hint}.", trainer, unsaved)
         _warn(
-            "not what it was when the checkpoint was saved, which does not hold it. HINT: {hint}.",
-            *(trainer, sorted(self._reported)),
+            "not what it was when the checkpoint was saved, although that holds it: it is not restored, or setup or "
+            "on_train_start sets it anew. HINT: set it in __init__.",
+            *(trainer, saved),
         )
 
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from project import Trainer
 from project.checkpoints import in_memory, reading
 from project.checkpoints.callback import Checkpoints, checkpoints_of
-from project.checkpoints.in_memory import MemoryWriter
+from project.checkpoints.in_memory import CopyInterval, MemoryWriter
 from project.checkpoints.reading import (
     SafeCheckpointIO,
     Verification,
@@ -367,7 +367,7 @@ def test_a_step_is_kept_in_memory_once_where_a_module_steps_by_itself(tmp_path):
 
     class KeptInMemory(Callback):
         def setup(self, trainer, pl_module, stage):
-            checkpoints_of(trainer).keep_in_memory(saves, 2, replaces_ranks=False)
+            checkpoints_of(trainer).keep_in_memory(saves, CopyInterval(2), replaces_ranks=False)
 
     trainer.callbacks.append(KeptInMemory())
     trainer.fit(StepsNowAndThen(), DataLoader(torch.randn(30, 3), batch_size=2))

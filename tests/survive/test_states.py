@@ -500,6 +500,43 @@ def test_what_changes_in_a_file_that_the_modules_file_imports_is_seen(tmp_path: 
     assert {*line.partition(": ")[0].split(", ")} == {f"tests.survive.keeping.{name}" for name in kept}
 
 
+class Starting(Callback):
+    """Saves its counts, and begins one of them anew whenever a training starts; and counts on what is not its own."""
+
+    def __init__(self) -> None:
+        self.steps, self.lasting = 0, 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.steps = 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.steps += 1
+        self.lasting += 1
+        for thing in (trainer, trainer.optimizers[0], next(pl_module.parameters())):
+            thing.seen = getattr(thing, "seen", 0) + self.lasting / 7
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "lasting": self.lasting}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.__dict__.update(state_dict)
+
+
+def test_what_a_start_overwrites_and_what_is_hung_on_others_objects_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def named(text: str) -> set[str]:
+        (line,) = [record.getMessage() for record in caplog.records if text in record.getMessage()]
+        return {*line.partition(": ")[0].split(", ")}
+
+    fit(tmp_path, Regression(), points(), steps=8, callbacks=[Starting()])
+    hung = {"Trainer.seen", "AdamW.seen", f"Regression.{next(name for name, _ in Regression().named_parameters())}.seen"}
+    assert named("changed in the first steps") == hung
+    caplog.clear()
+    fit(tmp_path, Regression(), points(), steps=10, resume=True, callbacks=[Starting()])
+    assert named("although that holds it") == {"Starting.steps"}
+
+
 class OwnAverage(WeightAveraging):
     """As Lightning's page shows it."""
 

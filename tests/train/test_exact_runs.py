@@ -14,6 +14,7 @@ EXACT = (
     *("--trainer.exact=true", "--trainer.accelerator=cpu", "--trainer.devices=1"),
     *("--trainer.log_every_n_steps=1", "--run=it"),
 )
+SCORE = {"class_path": "tests.probes.ByScore"}
 EMA = {"class_path": "lightning.pytorch.callbacks.EMAWeightAveraging", "init_args": {"decay": 0.9}}
 RUNS = {
     # Batch norm, augmentation, clipping, a kept tail, a plateau schedule, moving averages; 5 steps in an epoch
@@ -49,7 +50,7 @@ RUNS = {
 def plugged(*chosen):
     """What is plugged in beside a run's own, as one word."""
     name, _, value = faults(*chosen).partition("=")
-    return f"{name}={json.dumps([*json.loads(value), EMA])}"
+    return f"{name}={json.dumps([*json.loads(value), EMA, SCORE])}"
 
 
 @pytest.fixture(scope="module")
