@@ -5,7 +5,7 @@ import itertools
 import random
 import sys
 from collections import Counter, deque
-from collections.abc import Container, Hashable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from functools import cache
 from types import FunctionType, GeneratorType, ModuleType
 
@@ -20,6 +20,25 @@ from project.step.evaluation import loaders_of
 from project.typed import StateDict, TypedTrainer, typed
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _names_in(kinds: Iterable[object]) -> set[str]:
+    """Returns the names of attributes that the code of classes or functions uses."""
+    names = set[str]()
+    for kind in kinds:
+        methods = [*vars(kind).values()] if isinstance(kind, type) else [kind]
+        codes = [getattr(method, "fget", method) for method in methods]
+        names.update(*(code.__code__.co_names for code in codes if isinstance(code, FunctionType)))
+    return names
+
+
+_OF_TRAINERS = _names_in(
+    value
+    for name, module in [*sys.modules.items()]
+    if name.startswith(("lightning.pytorch.trainer", "lightning.pytorch.loops", "lightning.pytorch.strategies"))
+    for value in vars(module).values()
+) | {*TypedTrainer.__annotations__}
+"""What a user hangs on a trainer has another name."""
 _OF_LIGHTNING = {*vars(LightningModule()), *vars(LightningDataModule()), "_dtype", "_device", "_metric_attributes"}
 _OF_OPTIMIZERS = {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)), "step", "param_groups", "state"}
 _STANDARD = (
@@ -33,13 +52,6 @@ _STANDARD = (
 """Parts of a checkpoint in which no attribute of a user is looked for."""
 _OF_METRICS = {*vars(MeanMetric())}
 _PLAIN = (bool, int, float, list, dict, set, deque, np.ndarray, torch.Tensor, itertools.count)
-_TRAINER = (
-    "lightning.pytorch.trainer",
-    "lightning.pytorch.loops",
-    "lightning.pytorch.strategies",
-    "project.step",
-    "project.trainer",
-)
 _MOST_FILES = 100  # of the user's, that are looked at
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
@@ -193,28 +205,15 @@ def _layers(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
 def _attached(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Yields what users have hung on objects of others: the trainer, torch's optimisers, parameters."""
     module, number = trainer.lightning_module, 0
-    owners: list[tuple[str, object, Container[str]]] = [("Trainer", trainer, _of_trainers())]
+    owners: list[tuple[str, object, Container[str]]] = [("Trainer", trainer, _OF_TRAINERS)]
     for optimizer in trainer.optimizers:
         if is_of_a_library(type(optimizer)):
             number += 1
             name = f"{type(optimizer).__name__}{f' {number}' if number > 1 else ''}"
-            known = _OF_OPTIMIZERS.union(*(_set_by(base) for base in type(optimizer).__mro__))
-            owners.append((name, optimizer, known))
+            owners.append((name, optimizer, _OF_OPTIMIZERS | _names_in(type(optimizer).__mro__)))
     owners += [(_name(module, path), parameter, ()) for path, parameter in module.named_parameters()]
     for name, owner, aside in owners:
         yield name, {key: value for key, value in vars(owner).items() if key not in aside and not key.startswith("_")}
-
-
-@cache
-def _of_trainers() -> set[str]:
-    """Returns the names that code of Lightning's Trainer and of ours uses: what a user hangs on a trainer has another one."""
-    names = {*TypedTrainer.__annotations__}
-    for module in [module for name, module in sys.modules.items() if name.startswith(_TRAINER)]:
-        for kind in [value for value in vars(module).values() if isinstance(value, (type, FunctionType))]:
-            methods = [kind] if isinstance(kind, FunctionType) else [*vars(kind).values()]
-            codes = [getattr(method, "fget", method) for method in methods]
-            names.update(*(code.__code__.co_names for code in codes if isinstance(code, FunctionType)))
-    return names
 
 
 def _globals(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
