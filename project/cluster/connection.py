@@ -103,8 +103,7 @@ def _connect(trainer: TypedTrainer, store: PrefixStore, rank: int) -> None:
         timeout=strategy._timeout,
         device_id=None if device.type == "cpu" else device,
     )
-    if "nccl" in backend:  # as Lightning does where it connects the ranks itself
-        atexit.register(disconnect)
+    atexit.register(disconnect)
 
 
 def close_connections(seconds: float = 10) -> bool:
@@ -130,7 +129,9 @@ def close_connections(seconds: float = 10) -> bool:
 
 
 def disconnect() -> None:
-    """Disconnects at the end of the program, undisturbed by Ctrl-C: torch warns where NCCL's connections are left open."""
+    """Disconnects at the end of the program, undisturbed by Ctrl-C: NCCL warns of connections that are left open, and a thread
+    of gloo's that outlives Python may abort the process.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     close_connections()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
