@@ -38,7 +38,7 @@ def ranks(devices: object, accelerator: object, gpus: int) -> int:
     if devices in (None, "auto", -1, "-1"):
         return 1 if on_cpu else gpus
     if isinstance(devices, str):
-        return int(devices) if devices.isdigit() else 0
+        return int(devices) if devices.isdecimal() else 0
     return devices if isinstance(devices, int) else len(devices) if isinstance(devices, (list, tuple)) else 0
 
 
@@ -67,21 +67,26 @@ def free_port() -> int:
     raise RuntimeError("none of a hundred ports is free")
 
 
-def start(words: list[str]) -> None:
-    """Starts ranks 1 and up of a command line, if there will be any, with the environment that Lightning would give them."""
-    if not words or words[0] not in _VERBS or not LAUNCHERS.isdisjoint(os.environ) or {"-h", "--help"} & {*words}:
-        return
-    if any(word.startswith(("--print_config", "--dry_run")) for word in words):
-        return
+def early_settings(words: list[str], section: str, *names: str) -> dict[str, object]:
+    """Returns settings of a command line, read before anything heavy is loaded; none where it trains nothing, or is wrong."""
+    if {"-h", "--help"} & {*words} or any(flag.startswith(("--print_config", "--dry_run")) for flag in words):
+        return {}
     try:
         expanded = expand(run_config(with_trial(list(words))))
         sections = documents(expanded)
-        if not starts_ranks(setting(expanded, sections, "trainer", "strategy")):
-            return
-        devices, accelerator = (setting(expanded, sections, "trainer", name) for name in ("devices", "accelerator"))
-        count = ranks(devices, accelerator, gpus())
-    except (ValueError, OSError, AttributeError):  # told later, by those whose business it is
+        return {name: setting(expanded, sections, section, name) for name in names}
+    except (ValueError, OSError, AttributeError):  # reported by the parser, which reads all of it
+        return {}
+
+
+def start(words: list[str]) -> None:
+    """Starts ranks 1 and up of a command line, if there will be any, with the environment that Lightning would give them."""
+    if not words or words[0] not in _VERBS or not LAUNCHERS.isdisjoint(os.environ):
         return
+    settings = early_settings(words, "trainer", "strategy", "devices", "accelerator")
+    if not settings or not starts_ranks(settings["strategy"]):
+        return
+    count = ranks(settings["devices"], settings["accelerator"], gpus())
     if count < 2:
         return
     port = free_port()

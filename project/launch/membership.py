@@ -13,9 +13,9 @@ _ROLL, _DEATH = 1.5, 1.0  # seconds that a supervisor has to answer; seconds tha
 
 
 class Membership:
-    """Knows the ranks of a run by their supervisors. `peers`: None where one supervisor has all ranks: none can be missing."""
+    """Knows the ranks of a run by their supervisors, its `peers`."""
 
-    def __init__(self, world_size: int, peers: Peers | None) -> None:
+    def __init__(self, world_size: int, peers: Peers) -> None:
         self._nodes, self._peers, self._store = Nodes.of_environment(world_size), peers, store_address()
         self._host = place.host()
 
@@ -27,11 +27,11 @@ class Membership:
     @property
     def hosts(self) -> dict[int, str]:
         """Returns the host of each other rank, where they are known."""
-        return self._peers.hosts() if self._peers else {}
+        return self._peers.hosts()
 
     def slurm_node(self, host: str) -> str:
         """Returns Slurm's name of a host, or ''."""
-        return (self._peers.slurm_nodes.get(host) if self._peers else "") or (slurm_node() if host == self._host else "")
+        return self._peers.slurm_nodes.get(host) or (slurm_node() if host == self._host else "")
 
     def can_lose(self, rank: int) -> bool:
         """Returns whether the run can do without a rank and the others on its node."""
@@ -39,8 +39,6 @@ class Membership:
 
     def call_roll(self, attempt: int) -> tuple[set[int], list[tuple[str, str]]]:
         """Returns the ranks whose supervisors are missing, and killed ranks that were reported meanwhile, with their hosts."""
-        if self._peers is None:
-            return set(), []
         seconds, until = _ROLL if self._nodes.least else 0.0, time.monotonic() + _DEATH
         missing, reports = self._peers.call_roll(attempt, seconds)
         while self._nodes.with_all_of_their_nodes(missing) != missing and self._nodes.least and time.monotonic() < until:
@@ -51,7 +49,7 @@ class Membership:
 
     def has_enough(self, missing: set[int]) -> bool:
         """Returns whether the supervisors of all ranks that a restart needs have answered."""
-        if self._peers is None or self._nodes.ranks == 1:
+        if self._nodes.ranks <= 1:
             return True
         if self._peers.is_any_done or not self.hosts:
             return False
@@ -60,7 +58,7 @@ class Membership:
     def ranks_to_leave_out(self, host: str, missing: set[int]) -> set[int]:
         """Returns the ranks of a host, if the run can do without it; none where another node may have its name."""
         ranks = {rank for rank, name in self.hosts.items() if name == host}
-        if self._peers is None or not ranks or ranks & self._peers.needed:
+        if not ranks or ranks & self._peers.needed:
             return set()
         is_one_node = ranks == self._nodes.with_all_of_their_nodes({min(ranks)})
         return ranks if is_one_node and self._nodes.can_spare(missing | ranks) else set()
@@ -68,8 +66,7 @@ class Membership:
     def renumber(self, missing: set[int], rank: int) -> tuple[int, dict[str, str]]:
         """Takes ranks out of the run. Returns the new number of `rank`, and the variables of its environment that change."""
         self._nodes, numbers = self._nodes.without(missing)
-        if self._peers is not None:
-            self._peers.renumber(numbers)
+        self._peers.renumber(numbers)
         environment = self._nodes.environment(numbers[rank])
         with suppress(OSError):  # for torchrun's agent, which would wait for all nodes at the end
             nodes_file(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(environment["GROUP_WORLD_SIZE"])

@@ -23,17 +23,15 @@ from math import inf
 from pathlib import Path
 
 from project.cluster.place import MEMORY, host, node_of
-from project.config_files import documents, expand, run_config, setting
 from project.errors import LEFT_OUT, TRY_AGAIN
 from project.launch.bad_hosts import REPLACES_HOSTS, exclude, requeue
 from project.launch.children import PASSED_ON, Children
-from project.launch.early_start import LAUNCHERS, free_port
+from project.launch.early_start import LAUNCHERS, early_settings, free_port
 from project.launch.losses import STRIKES, Losses, Strikes
 from project.launch.membership import Membership
 from project.launch.memory_folder import make_folder_in_memory
 from project.launch.orphans import LAUNCHER
 from project.launch.peers import Input, Peers, readable
-from project.launch.sweep import with_trial
 from project.survive.hang.warden import add_stop, add_to_log, start_report
 
 SOCKET = "PROJECT_FORK_SERVER"
@@ -57,17 +55,11 @@ def limits_of(words: list[str]) -> tuple[int, int]:
     """Returns `recover.restarts` and `recover.strikes` of a command line; 0 restarts where this is no supervisor."""
     variables = os.environ.keys()
     by_engine = "TORCHELASTIC_RUN_ID" in variables or "SLURM_STEP_ID" in variables
-    if words[:1] != ["fit"] or SUPERVISED in variables or not (by_engine or LAUNCHERS.isdisjoint(variables)):
-        return 0, STRIKES
-    if {"-h", "--help"} & {*words} or any(flag.startswith(("--print_config", "--dry_run")) for flag in words):
-        return 0, STRIKES
-    try:
-        expanded = expand(run_config(with_trial(list(words))))
-        sections = documents(expanded)
-        restarts, strikes = (setting(expanded, sections, "recover", name) for name in ("restarts", "strikes"))
-        return max(0, int(str(restarts or 0))), int(str(strikes or STRIKES))
-    except (ValueError, OSError, AttributeError):  # reported by the parser, which reads all of it
-        return 0, STRIKES
+    if words[:1] == ["fit"] and SUPERVISED not in variables and (by_engine or LAUNCHERS.isdisjoint(variables)):
+        settings = early_settings(words, "recover", "restarts", "strikes")
+        with suppress(ValueError):  # of what is no number, reported by the parser
+            return max(0, int(str(settings.get("restarts") or 0))), int(str(settings.get("strikes") or STRIKES))
+    return 0, STRIKES
 
 
 class Supervisor:
@@ -92,7 +84,7 @@ class Supervisor:
         self._unanswered = ""  # why this supervisor waits for the decision of the first one
         self._early: list[dict[str, object]] = []  # messages of ranks that have come before it was known that they are there
         self._small_builds: set[str] = set()  # the ranks that say that making their objects needs little
-        self._peers = Peers(rank == 0, several_hosts) if world_size > 1 else None
+        self._peers = Peers(rank == 0 and world_size > 1, several_hosts)
         self._members = Membership(world_size, self._peers)
         self._children = Children()
         self._wake, wake = os.pipe()
@@ -102,7 +94,7 @@ class Supervisor:
         self._socket, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, SOCKET: str(server.fileno()), SUPERVISED: self._name(), LAUNCHER: str(os.getppid())}
         environment |= {MEMORY: str(memory)} if memory else {}
-        environment |= {PORT: str(self._peers.port)} if self._peers else {}
+        environment |= {PORT: str(self._peers.port)} if world_size > 1 else {}
         environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() leaves CUDA to the ranks
         self._children.start_server([sys.executable, *sys.orig_argv[1:]], environment, server.fileno())
         server.close()
@@ -126,8 +118,7 @@ class Supervisor:
             return code if code >= 0 else 128 - code
         while self._run_once():
             self._attempt += 1
-        if self._peers is not None:
-            self._peers.send(done=True)
+        self._peers.send(done=True)
         self._socket.close()  # by which the fork server ends
         self._children.server.wait()
         self._children.end_spares()
@@ -154,7 +145,7 @@ class Supervisor:
         if self._requested is not None:  # the signal came while there was no rank
             self._pass_on(self._requested, None)
         self._until, self._unanswered, spares_at = inf, "", time.monotonic() + _SPARES_AFTER
-        while self._children.alive or (self._unanswered and self._peers and not self._peers.is_alone):
+        while self._children.alive or (self._unanswered and not self._peers.is_alone):
             ready = self._select(min(self._until, spares_at) - time.monotonic())
             if time.monotonic() > spares_at:
                 self._request_spares()
@@ -166,7 +157,7 @@ class Supervisor:
                 loss = rank.describe_loss(self._host)
                 if loss and not self._unanswered:
                     where = self._host if rank.killed_by else ""
-                    if self._peers is None or self._rank == 0:
+                    if self._rank == 0:
                         return self._decide(loss, where)
                     self._peers.send(lost=loss, where=where, attempt=self._attempt)
                     self._unanswered = "another one has failed"
@@ -185,7 +176,7 @@ class Supervisor:
 
     def _select(self, seconds: float) -> list[Input]:
         """Waits for a message, a signal or a child's end, or so long; returns what is ready to be read."""
-        ready = readable([self._socket, self._wake, *(self._peers.inputs() if self._peers else ())], seconds)
+        ready = readable([self._socket, self._wake, *self._peers.inputs()], seconds)
         if self._wake in ready:
             os.read(self._wake, 1 << 12)
         return ready
@@ -201,11 +192,11 @@ class Supervisor:
             for rank in self._children.alive if "reported" in facts else ():
                 if rank.number != facts["reported"]:  # an error that need not be repeated
                     os.kill(rank.pid, signal.SIGTERM)
-            if self._peers is not None and "secret" in facts:
+            if "secret" in facts:
                 others = int(str(facts["ranks"])) - 1
                 place = str(facts["address"]), int(str(facts["port"]))
                 self._peers.connect(*place, str(facts["secret"]), others, self._rank, self._host)
-        received = [*self._peers.messages(ready)] if self._peers else []
+        received = [*self._peers.messages(ready)]
         if self._rank == 0:
             reports = [message for message in received if "lost" in message and message["attempt"] == self._attempt]
             losses = [(str(message["lost"]), str(message["where"])) for message in reports]
@@ -214,7 +205,7 @@ class Supervisor:
                     losses.append((f"Rank {gone} on {self._members.hosts[gone]} is lost, with its supervisor.", ""))
             return self._decide(*losses[0]) if losses else None
         for message in received:
-            if "roll" in message and self._peers is not None:
+            if "roll" in message:
                 self._peers.send(roll=message["roll"], rank=self._rank)
                 self._until = time.monotonic() + _ANSWER
             elif "gone" in message:
@@ -226,7 +217,7 @@ class Supervisor:
         for message in decisions:  # the ranks may have been lost again meanwhile
             if not self._follow(message):
                 return False
-        if decisions and self._peers is not None and self._peers.is_alone:  # who has decided is gone, too
+        if decisions and self._peers.is_alone:  # who has decided is gone, too
             self._end = TRY_AGAIN
             return False
         return bool(decisions) or None
@@ -296,8 +287,7 @@ class Supervisor:
             decision = (
                 {"restart": self._attempt + 1, "without": sorted(missing), "left_out": left_out} if restart else {"end": True}
             )
-        if self._peers is not None:
-            self._peers.send(**decision)
+        self._peers.send(**decision)
         if restart:
             self._renumber(missing)
         else:
@@ -314,7 +304,7 @@ class Supervisor:
 
     def _renumber(self, missing: set[int]) -> None:
         """Gives the ranks new numbers, as the run resumes without some; ends spares, which have the old ones."""
-        if missing and self._peers is not None:
+        if missing:
             self._rank, self._numbers = self._members.renumber(missing, self._rank)
             self._children.end_spares()  # which may have made their objects for the former number of ranks
 
