@@ -1,8 +1,13 @@
 """Queries Slurm. Imports only the standard library: some queries come before anything else is loaded."""
 
+import logging
 import os
+import re
 import subprocess
 from collections.abc import Mapping
+from functools import cache
+
+log = logging.getLogger(__name__)
 
 _PATIENCE = 30  # seconds for an answer
 
@@ -19,13 +24,20 @@ def slurm_node() -> str:
     return os.environ.get("SLURMD_NODENAME", "")
 
 
-def scontrol(*words: str) -> subprocess.CompletedProcess[str] | None:
-    """Returns the result of scontrol; None where there is none (in a container, say) or no answer came."""
-    return query("scontrol", *words)
+@cache
+def hostnames(names: str) -> list[str]:
+    """Returns the nodes that a list of Slurm's names, 'n[1-3],m4'."""
+    return (query("scontrol", "show", "hostnames", names) or "").split() if names else []
 
 
-def query(*words: str) -> subprocess.CompletedProcess[str] | None:
-    """Returns the result of a command of Slurm; None where there is none, or no answer came.
+def field(name: str, shown: str | None) -> str:
+    """Returns the value of a field that scontrol shows; '' where there is none."""
+    match = re.search(rf"\b{name}=([^\s(]+)", shown or "")
+    return match[1] if match else ""
+
+
+def query(*words: str) -> str | None:
+    """Returns what a command of Slurm prints; None where there is none (in a container, say), no answer came, or an error.
 
     Slurm sends its signals to a whole job step: SIGUSR1, which this program handles, ends a child. Then the query is repeated.
     """
@@ -34,5 +46,8 @@ def query(*words: str) -> subprocess.CompletedProcess[str] | None:
             done = subprocess.run(words, capture_output=True, text=True, timeout=_PATIENCE)
         except (OSError, subprocess.TimeoutExpired):
             return None
-        if done.returncode >= 0:
-            return done
+        if done.returncode == 0:
+            return done.stdout
+        if done.returncode > 0:
+            log.warning("%s: %s", " ".join(words), done.stderr.strip())
+            return None

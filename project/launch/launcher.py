@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -23,7 +22,7 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 
 from project.cluster.interfaces import resolve
 from project.cluster.place import process_started
-from project.cluster.slurm import job_name, scontrol
+from project.cluster.slurm import field, hostnames, job_name, query
 from project.errors import FaultError, UserError
 from project.launch.orphans import launcher_pid
 from project.launch.supervisor import SUPERVISED
@@ -170,7 +169,7 @@ class Srun(Launch):
     kind: ClassVar[str] = "srun"
 
     def host_of(self, rank: int) -> str | None:
-        names, node = _hosts(os.environ.get("SLURM_STEP_NODELIST", "")), rank // (self.processes or 1)
+        names, node = hostnames(os.environ.get("SLURM_STEP_NODELIST", "")), rank // (self.processes or 1)
         return names[node] if node < len(names) else None
 
     def environment(self) -> SrunEnvironment:
@@ -264,24 +263,18 @@ def _sbatch(nodes: int, tasks: int, gpus: int = 0) -> str:
     return "".join(f"\n#SBATCH {line}" for line in lines)
 
 
-@cache
-def _hosts(names: str) -> list[str]:
-    done = scontrol("show", "hostnames", names)
-    return done.stdout.split() if done else []
-
-
 def _reachable(node: str) -> str:
     """Returns a node's name if it resolves, else the address that Slurm has for it."""
     if resolve(node):
         return node
-    shown = scontrol("show", "node", node)
-    if (match := re.search(r"\bNodeAddr=(\S+)", shown.stdout if shown else "")) is None or match[1] == node:
+    address = field("NodeAddr", query("scontrol", "show", "node", node))
+    if address in ("", node):
         raise FaultError(
             f"The name of the job's first node, {node}, does not resolve here, and Slurm names no address for it. "
             "HINT: export MASTER_ADDR=... before srun."
         )
-    log.info("MASTER_ADDR=%s: the name %s does not resolve, and that is the address that Slurm has for it", match[1], node)
-    return match[1]
+    log.info("MASTER_ADDR=%s: the name %s does not resolve, and that is the address that Slurm has for it", address, node)
+    return address
 
 
 # Who it was ----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from project.cluster.slurm import job_name, query, scontrol
+from project.cluster.slurm import field, hostnames, job_name, query
 from project.survive.signals import SIGNALS
 from project.untrusted import open_to_append, read_text
 
@@ -33,53 +33,33 @@ def in_job_step() -> bool:
     return "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" in os.environ
 
 
-def _scontrol(*words: str) -> str | None:
-    """Returns what scontrol prints, or None where there is none (in a container: scripts/slurm.sbatch does it from outside)."""
-    done = scontrol(*words)
-    if done is None:
-        return None
-    if done.returncode:
-        log.warning("scontrol %s: %s", " ".join(words), done.stderr.strip())
-        return None
-    return done.stdout
-
-
 def _seconds_left() -> float | None:
     """Returns the seconds until Slurm ends this job, where it reports them."""
-    match = re.search(r"\bEndTime=(\d\S+)", _scontrol("show", "job", os.environ["SLURM_JOB_ID"]) or "")
-    return (datetime.fromisoformat(match[1]) - datetime.now()).total_seconds() if match else None
-
-
-def _field(name: str, text: str) -> str:
-    """Returns the value of a field that scontrol shows; '' where there is none."""
-    match = re.search(rf"\b{name}=([^\s(]+)", text)
-    return match[1] if match else ""
-
-
-def _nodes(names: str) -> set[str]:
-    """Returns the nodes that a list of Slurm's names, 'n[1-3],m4'."""
-    return {*(_scontrol("show", "hostnames", names) or "").split()} if names else set()
+    with suppress(ValueError):  # 'Unknown', or nothing
+        end = datetime.fromisoformat(field("EndTime", query("scontrol", "show", "job", os.environ["SLURM_JOB_ID"])))
+        return (end - datetime.now()).total_seconds()
+    return None
 
 
 def _has_others(nodes: Sequence[str]) -> bool:
     """Returns whether the job's partition has enough nodes that work and are like these, beside them: the job would wait for
     others without an end.
     """
-    job = _scontrol("show", "job", job_name()) or ""
-    if _field("BatchFlag", job) in ("", "0") or _field("Requeue", job) != "1" or _field("ReqNodeList", job):
+    job = query("scontrol", "show", "job", job_name())
+    if field("BatchFlag", job) in ("", "0") or field("Requeue", job) != "1" or field("ReqNodeList", job):
         return False
-    shown = query("sinfo", "--noheader", "--Node", f"--partition={_field('Partition', job)}", "--format=%N|%t|%G|%c|%m|%f")
-    rows = [line.strip().split("|", 2) for line in (shown.stdout if shown else "").splitlines() if line.count("|") > 1]
+    shown = query("sinfo", "--noheader", "--Node", f"--partition={field('Partition', job)}", "--format=%N|%t|%G|%c|%m|%f")
+    rows = [line.strip().split("|", 2) for line in (shown or "").splitlines() if line.count("|") > 1]
     kinds = {kind for name, _, kind in rows if name in nodes}
-    excluded = {*nodes} | _nodes(_field("ExcNodeList", job))
+    excluded = {*nodes, *hostnames(field("ExcNodeList", job))}
     others = {name for name, state, kind in rows if kind in kinds and re.fullmatch(_IN_USE, state)} - excluded
-    return len(others) >= int(_field("NumNodes", job).partition("-")[0] or 1)
+    return len(others) >= int(field("NumNodes", job).partition("-")[0] or 1)
 
 
 def grace_period() -> tuple[float, str] | None:
     """Returns the grace period in seconds, and the setting that lengthens it; None where it is not known in advance."""
     if in_job_step():
-        script = _scontrol("write", "batch_script", os.environ["SLURM_JOB_ID"], "-") or ""
+        script = query("scontrol", "write", "batch_script", os.environ["SLURM_JOB_ID"], "-") or ""
         match = re.search(r"^#SBATCH\s+--signal[= ]\S*@(\d+)", script, re.MULTILINE)
         return (float(match[1]), "#SBATCH --signal=USR1@{}") if match else None
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -148,8 +128,8 @@ class Requeue:
         """Adds nodes to those that the job is not started on; Slurm allows that while the job is in the queue."""
         nodes = self._recorded()
         if nodes and _has_others(nodes):
-            given = _nodes(_field("ExcNodeList", _scontrol("show", "job", job_name()) or ""))
-            _scontrol("update", f"JobId={job_name()}", f"ExcNodeList={','.join(sorted({*nodes} | given))}")
+            given = hostnames(field("ExcNodeList", query("scontrol", "show", "job", job_name())))
+            query("scontrol", "update", f"JobId={job_name()}", f"ExcNodeList={','.join(sorted({*nodes, *given}))}")
 
     given_up = False
 
@@ -176,7 +156,7 @@ class Requeue:
                 self._marks.parent.mkdir(exist_ok=True)
                 with open_to_append(self._marks) as file:
                     file.write(f"{mark}\n")
-            self._put = _scontrol("requeue", job_name()) is not None
+            self._put = query("scontrol", "requeue", job_name()) is not None
             if self._put:
                 self._exclude_nodes()
         if self._put:
