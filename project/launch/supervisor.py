@@ -24,7 +24,6 @@ from pathlib import Path
 
 from project.cluster.place import MEMORY, host, node_of
 from project.errors import LEFT_OUT, TRY_AGAIN
-from project.launch.bad_hosts import REPLACES_HOSTS, exclude, requeue
 from project.launch.children import PASSED_ON, Children
 from project.launch.early_start import LAUNCHERS, early_settings, free_port
 from project.launch.losses import STRIKES, Losses, Strikes
@@ -33,6 +32,7 @@ from project.launch.memory_folder import make_folder_in_memory
 from project.launch.orphans import LAUNCHER
 from project.launch.peers import Input, Peers, readable
 from project.survive.hang.warden import add_stop, add_to_log, start_report
+from project.survive.requeue import REQUEUE
 
 SOCKET = "PROJECT_FORK_SERVER"
 """The environment variable with the fork server's socket."""
@@ -40,6 +40,8 @@ SUPERVISED = "PROJECT_SUPERVISED"
 """The environment variable with the name of a supervised run, which stays when its ranks are started again."""
 PORT = "PROJECT_SUPERVISOR_PORT"
 """The environment variable with the port at which the supervisor of the first rank listens, where each rank has its own."""
+REPLACES_HOSTS = "PROJECT_REPLACES_HOSTS"
+"""The environment variable that Ray's driver sets where it can start the ranks again on other hosts, when they have ended."""
 SPARES = b"spares"
 """The supervisor's message that asks the fork server for the processes that will be the next ranks, where they are lost."""
 BUILT_SPARES = b"built"
@@ -87,6 +89,7 @@ class Supervisor:
         self._peers = Peers(rank == 0 and world_size > 1, several_hosts)
         self._members = Membership(world_size, self._peers)
         self._children = Children()
+        REQUEUE.newest = self._newest_checkpoint
         self._wake, wake = os.pipe()
         os.set_blocking(wake, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -315,6 +318,9 @@ class Supervisor:
             self._report(f"Ranks can't be killed: {numbers}. They wait for a disk or a device in the kernel.")
             raise SystemExit(TRY_AGAIN)
 
+    def _newest_checkpoint(self) -> Path | None:
+        return max(self._life.parent.glob("checkpoints/step-*.ckpt"), default=None) if self._life else None
+
     def _newest_state(self) -> str:
         """Returns the name of the run's newest state in memory or on disk, by which it is known whether it makes progress."""
         folders = [self._memory, self._life and self._life.with_name("checkpoints")]
@@ -338,15 +344,15 @@ class Supervisor:
             self._report(f"{loss} Not all supervisors are there: not restarted here. The same command resumes the run.")
             return False
         nodes = [self._members.slurm_node(host) for host in bad_hosts]
-        is_excluded, advice = exclude(nodes), ""
+        is_excluded, advice = REQUEUE.exclude(nodes), ""
         if is_excluded:
             advice = f" When this run requeues the job, Slurm starts it without {', '.join(nodes)}."
         elif bad_hosts and "KUBERNETES_SERVICE_HOST" in os.environ:
             pods_away = f"kubectl cordon {' '.join(map(node_of, bad_hosts))} keeps new pods from there"
             advice = f" HINT: {pods_away} (or a nodeAffinity in the manifest)."
         if refusal:
-            newest = self._life and max(self._life.parent.glob("checkpoints/step-*.ckpt"), default=None)
-            again = "The job is back in the queue." if is_excluded and requeue(newest) else "The same command resumes the run."
+            is_queued = is_excluded and REQUEUE.requeue()
+            again = "The job is back in the queue." if is_queued else "The same command resumes the run."
             self._report(f"{loss} {refusal}: not restarted. {again}{advice}")
             return False
         who = f"The run resumes without {len(missing)} of its {self._members.ranks} ranks" if missing else "All ranks resume"

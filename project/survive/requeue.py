@@ -105,11 +105,11 @@ class Requeue:
         return Path("lightning_logs") / f".excluded-{os.environ['SLURM_JOB_ID']}"
 
     def exclude(self, nodes: Sequence[str]) -> bool:
-        """Has Slurm start the job without these nodes when it is requeued, where there are enough others like them. Returns
-        whether it will; not in a container, which has no scontrol.
+        """Has Slurm start the job without these nodes (Slurm's names) when it is requeued, where enough others are like
+        them. Returns whether it will; not in a container, which has no scontrol.
         """
-        every = [*self._recorded(), *nodes]
-        if not _has_others(every):
+        is_srun = in_job_step() and "TORCHELASTIC_RUN_ID" not in os.environ  # else the job is torchrun's, or Ray's
+        if not nodes or not all(nodes) or not is_srun or not _has_others([*self._recorded(), *nodes]):
             return False
         with suppress(OSError):
             self._excluded.parent.mkdir(exist_ok=True)

@@ -17,10 +17,10 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from project.errors import LEFT_OUT, TRY_AGAIN, WRONG
-from project.launch.bad_hosts import REPLACES_HOSTS
 from project.launch.ray.cluster import last_line, say
 from project.launch.ray.room import Room, draining_nodes
 from project.launch.ray.supervisor import Supervisor
+from project.launch.supervisor import REPLACES_HOSTS
 
 STOPPED = {128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
 """Exit codes of a run that was stopped, and saved."""
