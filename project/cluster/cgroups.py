@@ -53,7 +53,7 @@ def _plain(text: str) -> str:
     return text.encode().decode("unicode_escape")
 
 
-def _two_numbers(*files: Path) -> tuple[int | None, int | None]:
+def two_numbers(*files: Path) -> tuple[int | None, int | None]:
     """Returns the numbers in a cgroup's files; None where that is no limit ('max', -1, v1's huge number), or a file missing."""
     texts = list[str]()
     for file in files:
@@ -68,7 +68,7 @@ def quota(proc: Path = Path("/proc/self")) -> float | None:
     limits = []
     for folder, version in folders("cpu", proc):
         names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        time, period = _two_numbers(*(folder / name for name in names))
+        time, period = two_numbers(*(folder / name for name in names))
         if time and period:
             limits.append(time / period)
     return min(limits, default=None)
@@ -83,7 +83,7 @@ def memory_left(proc: Path = Path("/proc/self")) -> int | None:
             if version == 2
             else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         )
-        most, taken = _two_numbers(folder / limit, folder / used)
+        most, taken = two_numbers(folder / limit, folder / used)
         if most is not None and taken is not None:
             left.append(max(0, most - taken + int(field(folder / "memory.stat", cache) or 0)))
     return min(left, default=None)

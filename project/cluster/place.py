@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from project.cluster.cgroups import field
+from project.cluster.processes import start_time
 
 NODE, IMAGE = "PROJECT_NODE", "PROJECT_IMAGE"
 MEMORY = "PROJECT_MEMORY"
@@ -63,14 +64,13 @@ def process_started(pid: int) -> float:
 
 def process_age(pid: int) -> float:
     """Returns the seconds since a process was started; 0 where the system does not tell."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         return float(Path("/proc/uptime").read_text().split()[0]) - _started_after_boot(pid)
     return 0.0
 
 
 def _started_after_boot(pid: int) -> float:
-    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return int(start_time(pid)) / os.sysconf("SC_CLK_TCK")
 
 
 def image(environment: Mapping[str, str] = os.environ) -> str:

@@ -2,17 +2,17 @@
 
 import ctypes
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from project.cluster.oom import OomKills
+from project.cluster.processes import children, kill_with_children
 from project.errors import TRY_AGAIN
-from project.survive.hang.warden import OomKills, children, kill_with_children
+from project.survive.signals import ENDING
 
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _LAST_WAIT = 60.0  # seconds for killed ranks to end
 
@@ -39,7 +39,7 @@ class Rank:
 
     def describe_loss(self, host: str) -> str:
         """Returns how the rank was lost, in a sentence; '' if it ended normally or on request."""
-        if self.killed_by and self.killed_by not in PASSED_ON:
+        if self.killed_by and self.killed_by not in ENDING:
             return f"rank {self.number} on {host} was killed by signal {self.killed_by}{self.oom_kills}."
         return f"rank {self.number} on {host} lost another rank." if self.code == TRY_AGAIN else ""
 

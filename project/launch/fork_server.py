@@ -21,9 +21,9 @@ from typing import TypeVar
 
 from project.cluster.place import ATTEMPT, MEMORY, restarts
 from project.errors import TRY_AGAIN, UserError
-from project.launch.children import PASSED_ON
 from project.launch.orphans import end_with_parent
 from project.launch.supervisor import BUILT_SPARES, SOCKET, SPARES
+from project.survive.signals import ENDING
 
 Built = TypeVar("Built")
 
@@ -67,7 +67,7 @@ def serve(ranks: int, build: Callable[[], None]) -> None:
             "recover.restarts forks the ranks from one process, and something that the configuration names has used CUDA when "
             "it was imported. HINT: use devices in setup() or later, or set recover.restarts=0."
         )
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in PASSED_ON}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
     gc.collect()
     gc.freeze()  # what is here already is not looked through, and so not copied, by a rank's own collections
     supervisor, parent = socket.socket(fileno=int(os.environ.pop(SOCKET))), os.getppid()

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from project.cluster.oom import OOM_KILL
 from project.cluster.place import node_of
-from project.survive.hang.warden import OOM_KILL
 
 STRIKES = 3
 """The default of `recover.strikes`."""

@@ -8,21 +8,27 @@ import os
 import signal
 import sys
 
-from project.survive.hang.warden import QUIET, SUPERVISED
-
 _PR_SET_PDEATHSIG = 1
 LAUNCHER = "PROJECT_LAUNCHER"
 """The environment variable with the process id of what started this rank's supervisor."""
-
-
-def launcher_pid() -> int:
-    """Returns the process id of what launched this process, or its supervisor."""
-    return int(os.environ.get(LAUNCHER) or os.getppid())
+QUIET = "quiet"
+SUPERVISED = "supervised"
+"""The launcher of a rank whose end a supervisor reports and records."""
 
 
 def ends_with_parent() -> bool:
     """Returns whether this process was launched for the run; rank 0 of plain Python is its user's own."""
     return "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("LOCAL_RANK", "0") != "0"
+
+
+def is_first_of_agent() -> bool:
+    """Returns whether this process's rank is the first that torchrun's agent has launched on this host."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK") == "0"
+
+
+def launcher_pid() -> int:
+    """Returns the process id of what launched this process, or its supervisor."""
+    return int(os.environ.get(LAUNCHER) or os.getppid())
 
 
 def describe_launcher(host: str) -> str:
@@ -33,8 +39,7 @@ def describe_launcher(host: str) -> str:
         return SUPERVISED
     if not ends_with_parent():
         return ""
-    first = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK") == "0"
-    return f"torchrun's agent on {host}" if first else QUIET  # rank 0 of plain Python has a warden of its own
+    return f"torchrun's agent on {host}" if is_first_of_agent() else QUIET  # rank 0 of plain Python has a warden of its own
 
 
 def end_with_parent() -> None:

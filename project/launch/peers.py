@@ -17,9 +17,9 @@ from contextlib import suppress
 from math import inf
 from typing import TypeAlias
 
+from project.cluster.signed import SEAL, Opener, sealer
 from project.cluster.slurm import slurm_node
 from project.launch.nodes import HERE, STORE
-from project.survive.hang.warden import SEAL, Opener, sealer
 
 _LENGTH = struct.Struct(">I")
 _LONGEST = 1 << 14  # bytes of a message

@@ -24,15 +24,16 @@ from pathlib import Path
 
 from project.cluster.place import MEMORY, host, node_of
 from project.errors import LEFT_OUT, TRY_AGAIN
-from project.launch.children import PASSED_ON, Children
+from project.launch.children import Children
 from project.launch.early_start import LAUNCHERS, early_settings, free_port
 from project.launch.losses import STRIKES, Losses, Strikes
 from project.launch.membership import Membership
 from project.launch.memory_folder import make_folder_in_memory
 from project.launch.orphans import LAUNCHER
 from project.launch.peers import Input, Peers, readable
-from project.survive.hang.warden import add_stop, add_to_log, start_report
+from project.survive.life import add_stop, add_to_log, start_report
 from project.survive.requeue import REQUEUE
+from project.survive.signals import ENDING
 
 SOCKET = "PROJECT_FORK_SERVER"
 """The environment variable with the fork server's socket."""
@@ -101,7 +102,7 @@ class Supervisor:
         environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() leaves CUDA to the ranks
         self._children.start_server([sys.executable, *sys.orig_argv[1:]], environment, server.fileno())
         server.close()
-        for number in PASSED_ON:
+        for number in ENDING:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._pass_on)
 

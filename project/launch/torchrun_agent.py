@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 from project.errors import LEFT_OUT, TRY_AGAIN, WRONG, UserError
 from project.launch.nodes import nodes_file
 from project.survive.exit import exit_fast
+from project.survive.signals import ENDING
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import RunProcsResult
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _SHUTDOWN = "300"  # seconds from a signal to SIGKILL; torchrun's own 30 are few for a checkpoint
 
 
@@ -74,7 +74,7 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there are workers to pass it on to: no traceback
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN)
-    heard = [number.name for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
+    heard = [number.name for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
 
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing import SignalException

@@ -23,11 +23,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from project.checkpoints.reading import checkpoints_in
 from project.cluster.connection import FAILED, close_connections
+from project.cluster.oom import OOM_KILL, TO_LOWER, OomKills
 from project.cluster.place import MORE_SHARED_MEMORY, shared_memory
 from project.errors import SMALLER_BATCH, TRY_AGAIN, WRONG, Cause, NonFiniteError, UserError
 from project.launch.fork_server import tell_supervisor
 from project.survive.exit import flush_and_exit
-from project.survive.hang.warden import OOM_KILL, TO_LOWER, OomKills
 from project.survive.signals import EXIT_CODES, SIGNALS
 from project.tracebacks import Folded, loader_error, title
 from project.untrusted import LONGEST_CAUSE, shortened

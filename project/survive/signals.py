@@ -11,6 +11,8 @@ from collections.abc import Callable
 from types import FrameType
 
 EXIT_CODES = {number: 128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
+ENDING = (*EXIT_CODES, signal.SIGQUIT)
+"""The signals that request a process to end: launchers pass them on, and who ends by them has not failed."""
 _SAME = 2.0  # seconds: a terminal and a launcher may both pass on one Ctrl-C
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from project.cluster.processes import children
 from project.errors import UserError
-from project.survive.hang.warden import children
 from tests.cluster.machine import wait_until
 from tests.own import Regression
 

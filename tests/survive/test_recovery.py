@@ -20,11 +20,11 @@ from jsonargparse import Namespace
 from project.checkpoints.in_memory import CopyInterval
 from project.cli.config import touches_nothing
 from project.cluster.place import MEMORY
+from project.cluster.processes import children
 from project.launch.losses import Losses
 from project.launch.memory_folder import make_folder_in_memory
 from project.launch.peers import Peers
 from project.launch.supervisor import SUPERVISED, Supervisor
-from project.survive.hang.warden import children
 from tests.cluster.machine import wait_until
 from tests.conftest import ROOT, TINY, environment, forked, program
 from tests.own import write_texts

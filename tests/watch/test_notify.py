@@ -133,7 +133,7 @@ def test_a_command_whose_program_is_not_there_is_refused_at_the_start_and_named_
 
 
 def test_a_straggler_is_written_down_and_the_warden_still_records_the_end(tmp_path):
-    from project.survive.hang.warden import add_stop
+    from project.survive.life import add_stop
 
     life = tmp_path / "life.jsonl"
     lines = [{"event": "start", "pid": 7}, {"event": "straggler", "pid": 7, "why": "rank 1 is slow"}]

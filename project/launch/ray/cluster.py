@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from project.errors import UserError
+from project.survive.signals import EXIT_CODES
 
 _PATIENCE = 10.0  # seconds for a cluster to answer
 # The user's own settings stay.
@@ -29,7 +30,7 @@ def say(level: str, text: str) -> None:
 
 def listen(signals: list[int]) -> None:
     """Notes signals to this process in a list: they are for the training."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+    for number in EXIT_CODES:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda received, frame: signals.append(received))
 

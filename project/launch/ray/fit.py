@@ -21,8 +21,9 @@ from project.launch.ray.cluster import last_line, say
 from project.launch.ray.room import Room, draining_nodes
 from project.launch.ray.supervisor import Supervisor
 from project.launch.supervisor import REPLACES_HOSTS
+from project.survive.signals import EXIT_CODES
 
-STOPPED = {128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
+STOPPED = {*EXIT_CODES.values()}
 """Exit codes of a run that was stopped, and saved."""
 _MOST = 3  # starts in a row without a new checkpoint
 _LAST_WORDS = 10.0  # seconds that ranks have to end by themselves when another has failed: to say which it was, and to save

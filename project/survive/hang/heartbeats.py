@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias, cast
 
-from project.survive.hang.warden import Opener, sealer
+from project.cluster.signed import Opener, sealer
 
 _LARGEST = 60_000  # bytes in a datagram
 _WAKE = "wake"

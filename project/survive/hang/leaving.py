@@ -9,7 +9,6 @@ Nothing here waits for anything for long: a disk or a terminal may be what hangs
 import logging
 import multiprocessing
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -18,14 +17,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from project.cluster.processes import kill_with_children
 from project.errors import Cause
-from project.launch.agent import agent
 from project.launch.launcher import detect
-from project.launch.orphans import launcher_pid
 from project.survive.failure import EXITING, LOST_RANKS, WHOLE, advice
 from project.survive.hang import stacks
 from project.survive.hang.heartbeats import Heartbeat, Member
-from project.survive.hang.warden import WardenProcess, kill_with_children, start_time
+from project.survive.hang.warden import WardenProcess
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +40,7 @@ class RankContext:
     beat: Heartbeat
     folder: Path | None
     local_rank: int
+    warden: WardenProcess | None
 
     def is_reporter(self, silent: set[int]) -> bool:
         """Returns whether this rank reports: one on each host does; before the ranks are connected, also each that does not
@@ -89,9 +88,9 @@ def exit_process(
     for child in multiprocessing.active_children():  # a loader process that hangs does not notice that it is alone
         child.kill()
     launch, ranks = detect(), {member.rank: member for member in unresponsive}
-    agent().wake()
-    if launch.kind == "torchrun" and agent_seconds is not None:
-        end_agent_later(launcher_pid(), agent_seconds)
+    if launch.kind == "torchrun" and agent_seconds is not None and context.warden is not None:
+        context.warden.start()
+        context.warden.send(agent_seconds=agent_seconds)
     if context.me.rank == 0:
         time.sleep(_FINAL_WRITES)
     elif launch.kind == "python" and context.local_rank > 0 and 0 not in ranks:
@@ -101,11 +100,11 @@ def exit_process(
     os._exit(code)
 
 
-def exit_after_loss(context: RankContext, warden: WardenProcess | None) -> None:
+def exit_after_loss(context: RankContext) -> None:
     """Reports which rank is lost, once on each host, and ends this process, whose main thread has not noticed."""
     cause = LOST_RANKS.cause
     assert cause is not None
-    if warden is not None:
+    if (warden := context.warden) is not None:
         warden.send(why=cause.text, where=cause.where, traceback=cause.traceback, step=context.beat.step)
         warden.announce_exit()
     if context.is_reporter({*(LOST_RANKS.failures or LOST_RANKS.deaths)}):
@@ -119,38 +118,3 @@ def _report_loss(cause: Cause, folder: Path | None) -> None:
     lost = f"lost another rank: {cause.text.rstrip('.')}."
     text = f"{lost} This rank's main thread waits for it without an end: it is ended here. {hint}"
     log.error(text, extra={WHOLE: f"{text}\n{cause.traceback}"})
-
-
-_AGENT_KILLER = """
-import os, signal, sys, time
-pid, started, rank, last, seconds = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] == "last", float(sys.argv[5])
-def stat(pid):
-    try:
-        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()
-    except OSError:
-        return []
-def lives():
-    return stat(pid)[19:20] == [started]
-def waits():
-    return last or stat(rank)[:2] == ["Z", str(pid)]  # it has not even noticed that its rank is dead
-end = time.monotonic() + seconds
-while lives() and time.monotonic() < end:
-    time.sleep(0.2)
-if lives() and waits():
-    print("torchrun waits for a host that it can't talk to, for a quarter of an hour or longer: it is ended.", file=sys.stderr)
-    os.kill(pid, signal.SIGKILL)
-"""
-
-
-def end_agent_later(pid: int, seconds: float) -> None:
-    """Leaves a process behind that ends torchrun's agent if that has neither ended by itself nor started its ranks again.
-
-    An agent that is cut off from its store asks it in a call that neither a signal nor a timeout ends, for 15 minutes.
-    """
-    starts = [os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
-    last = "last" if starts[0] == starts[1] else ""
-    with suppress(OSError):
-        subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _AGENT_KILLER, str(pid), start_time(pid), str(os.getpid()), last, str(seconds)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip

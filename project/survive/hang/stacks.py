@@ -21,7 +21,7 @@ from typing import IO, TypedDict
 
 from lightning.pytorch.trainer import trainer
 
-from project.survive.hang.warden import DUMP, read_dump
+from project.cluster.processes import DUMP, read_dump
 from project.tracebacks import library_of
 
 _PACKAGES = sysconfig.get_paths()["purelib"]

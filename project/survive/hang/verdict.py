@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from project.cluster import reachability
+from project.cluster.processes import read_dump, start_time
 from project.errors import TRY_AGAIN
 from project.survive.failure import resumption
 from project.survive.hang import flights, stacks
 from project.survive.hang.heartbeats import Flight, Heartbeat, Member, Message, heartbeat_from_dict
 from project.survive.hang.leaving import RankContext, exit_process, flush, run_with_timeout
-from project.survive.hang.warden import read_dump, start_time
 from project.untrusted import write_text
 
 log = logging.getLogger(__name__)

@@ -25,10 +25,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from project.checkpoints.callback import checkpoints_of
 from project.cluster.interfaces import mtu, own_address
 from project.cluster.place import host
+from project.cluster.processes import start_time
 from project.errors import Cause, UserError
 from project.launch import early_start
-from project.launch.agent import agent
-from project.launch.orphans import describe_launcher
+from project.launch.orphans import SUPERVISED, describe_launcher, launcher_pid
 from project.survive import failure
 from project.survive.abort import exit_on_abort
 from project.survive.failure import LOST_RANKS
@@ -36,7 +36,7 @@ from project.survive.hang import flights, stacks, verdict
 from project.survive.hang.heartbeats import Channel, Flight, Heartbeat, Member, heartbeat_from_dict, machine_id
 from project.survive.hang.leaving import RankContext, exit_after_loss
 from project.survive.hang.verdict import RankAtFault, Verdict
-from project.survive.hang.warden import SUPERVISED, WardenProcess, start_time
+from project.survive.hang.warden import WardenProcess
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +157,6 @@ class Watchdog(Callback):
 
     def start(self, trainer: Trainer) -> None:
         """Starts the watch. Called before the ranks are connected."""
-        agent()
         if not self.at_least or self._thread is not None:
             return
         self._trainer = trainer
@@ -173,7 +172,7 @@ class Watchdog(Callback):
             exit_on_abort()
         me = self._own_member()
         name, launcher = f"rank {me.rank} on {me.host}", describe_launcher(me.host)
-        self._warden = WardenProcess(me.pid, me.started, me.dump, name, launcher)
+        self._warden = WardenProcess(me.pid, me.started, me.dump, name, launcher, launcher_pid())
         self._warden_due = time.monotonic() + _LATE_WARDEN
         if launcher != SUPERVISED:  # whose supervisor reports their end, and whose warden is there for silence alone
             self._warden.start()
@@ -267,10 +266,9 @@ class Watchdog(Callback):
                 self._counted_from = now
             looked = now
             beat = self._heartbeat()
-            agent().look()
             saved = checkpoints_of(self._trainer)
             if LOST_RANKS.exit_due(saved is not None and saved.writing) and not self._stopping.is_set():
-                exit_after_loss(self._context(), self._warden)
+                exit_after_loss(self._context())
             if self._warden is not None:
                 if now > self._warden_due + _LATEST_WARDEN:  # no micro-batch has begun
                     self._warden.start()
@@ -446,7 +444,7 @@ class Watchdog(Callback):
 
     def _context(self) -> RankContext:
         me = self._own_member()
-        return RankContext(self._members or [me], me, self._heartbeat(), self.folder, self._trainer.local_rank)
+        return RankContext(self._members or [me], me, self._heartbeat(), self.folder, self._trainer.local_rank, self._warden)
 
     def _send_to_all(self, kind: str, skip: Iterable[int] = (), **content: object) -> None:
         """Sends a message to all other ranks but `skip`, three times: a datagram may get lost."""

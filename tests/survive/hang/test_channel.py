@@ -7,8 +7,8 @@ import zlib
 
 import pytest
 
+from project.cluster.signed import SEAL
 from project.survive.hang.heartbeats import Channel, Member
-from project.survive.hang.warden import SEAL
 
 BOMBS = [
     zlib.compress(b"[" * 100_000),  # ended the watchdog's thread, and with it the rank

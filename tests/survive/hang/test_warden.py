@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from project.survive.hang import warden
+from project.cluster import oom
 
 
 def test_a_process_that_is_about_to_end_is_in_no_cgroup_and_its_own_still_counts(tmp_path, monkeypatch):
@@ -11,11 +11,11 @@ def test_a_process_that_is_about_to_end_is_in_no_cgroup_and_its_own_still_counts
     own.write_text("oom_kill 0")
     root.write_text("oom_kill 0")
     place = [(own, "cgroup")]
-    monkeypatch.setattr(warden, "_oom_counter", lambda pid: place[0])
-    memory = warden.OomKills(os.getpid())
+    monkeypatch.setattr(oom, "_oom_counter", lambda pid: place[0])
+    memory = oom.OomKills(os.getpid())
     place[0] = (root, "cgroup")
     memory.follow_cgroup()  # it dies, and can't be seen to be dead yet
-    monkeypatch.setattr(warden, "ended", lambda *_: (True, 9))
+    monkeypatch.setattr(oom, "is_ending", lambda _: True)
     own.write_text("oom_kill 1")
     assert str(memory) == ", and its cgroup reports an OOM kill"
 
@@ -25,8 +25,8 @@ def test_a_process_whose_memory_takes_seconds_to_be_freed_is_in_no_cgroup_and_it
     own.write_text("oom_kill 0")
     root.write_text("oom_kill 0")
     place = [(own, "cgroup")]
-    monkeypatch.setattr(warden, "_oom_counter", lambda pid: place[0])
-    memory = warden.OomKills(os.getpid())
+    monkeypatch.setattr(oom, "_oom_counter", lambda pid: place[0])
+    memory = oom.OomKills(os.getpid())
     place[0] = (root, "cgroup")
     read_text = Path.read_text
 
@@ -46,8 +46,8 @@ def test_a_process_whose_memory_takes_seconds_to_be_freed_is_in_no_cgroup_and_it
 
 def test_a_process_that_was_put_into_another_cgroup_is_followed(tmp_path, monkeypatch):
     place = [(tmp_path / "first", "cgroup")]
-    monkeypatch.setattr(warden, "_oom_counter", lambda pid: place[0])
-    memory = warden.OomKills(os.getpid())
+    monkeypatch.setattr(oom, "_oom_counter", lambda pid: place[0])
+    memory = oom.OomKills(os.getpid())
     (tmp_path / "second").write_text("oom_kill 1")
     place[0] = (tmp_path / "second", "cgroup")
     assert str(memory) == ", and its cgroup reports an OOM kill"

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from project.cluster.processes import start_time
 from project.errors import TRY_AGAIN
 from project.survive.hang import stacks, warden
-from project.survive.hang.warden import start_time
 from project.watch.history import read_history
 from tests.cluster.machine import descendants, wait_until
 from tests.conftest import environment, since_struck, took
@@ -93,7 +93,7 @@ def stuck(**how: Any) -> tuple[str, ...]:
 
 
 def wardens(pid: int) -> list[int]:
-    return [one for one in descendants(pid) if warden.__file__ in Path(f"/proc/{one}/cmdline").read_text()]
+    return [one for one in descendants(pid) if warden.__name__ in Path(f"/proc/{one}/cmdline").read_text()]
 
 
 def pause_rank_1(process: "subprocess.Popen[bytes]") -> None:
@@ -221,10 +221,8 @@ def test_a_warden_ends_a_rank_that_can_not_end_itself(tmp_path: Path, what: str)
         env=environment(), stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert rank.stdout is not None
-    facts = [str(rank.pid), start_time(rank.pid), rank.stdout.readline().strip(), "rank 3 on h2", ""]
-    with subprocess.Popen(
-        [sys.executable, "-I", "-S", warden.__file__, *facts], stdin=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as beside:
+    facts = [str(rank.pid), start_time(rank.pid), rank.stdout.readline().strip(), "rank 3 on h2", "", "0"]
+    with subprocess.Popen([*warden.COMMAND, *facts], stdin=subprocess.PIPE, stderr=subprocess.PIPE) as beside:
         assert beside.stdin is not None
         beside.stdin.write(json.dumps({"file": str(tmp_path / "hang.txt")}).encode() + b"\n1\n")
         beside.stdin.flush()
