@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from project.cluster.cgroups import field, folders, two_numbers
-from project.cluster.processes import is_ending
 
 OOM_KILL = "reports an OOM kill"
 TO_LOWER = (
@@ -16,16 +15,8 @@ class OomKills:
     """Counts the OOM kills in a process's cgroup, to tell whether there was one since this object was made."""
 
     def __init__(self, pid: int | str = "self") -> None:
-        self._pid = pid
-        self._counter = self._last = _oom_counter(pid)
+        self._counter = _oom_counter(pid)
         self._count_before = self._count()
-
-    def follow_cgroup(self) -> None:
-        """Follows the process into another cgroup: one that it is seen in twice. A process that ends is in none."""
-        now, last = _oom_counter(self._pid), self._last
-        self._last = now
-        if now == last != self._counter and not is_ending(self._pid):
-            self._counter, self._count_before = now, 0
 
     def _count(self) -> int:
         """Returns how many OOM kills the kernel has counted in the cgroup so far."""
@@ -33,8 +24,6 @@ class OomKills:
 
     def __str__(self) -> str:
         """Returns the end of the sentence 'was killed by signal 9' if there was an OOM kill, or ''."""
-        self.follow_cgroup()
-        self.follow_cgroup()
         return f", and its {self._counter[1]} {OOM_KILL}" if self._count() > self._count_before else ""
 
     @property

@@ -13,7 +13,6 @@ from project.cluster.cgroups import field
 
 DUMP = int(getattr(signal, "SIGRTMIN", signal.SIGUSR1)) + 7
 """The signal on which a rank writes its stacks: from C, and so also when no Python code can run in it."""
-_PF_EXITING = 0x4
 _INFO, _INFO_EXIT = 0xC040FF0B, 1 << 3  # PIDFD_GET_INFO and PIDFD_INFO_EXIT, Linux 6.15
 
 
@@ -27,14 +26,6 @@ def status_fields(pid: int | str) -> list[str]:
 def start_time(pid: int | str) -> str:
     """Returns when a process was started, in ticks since boot, or '' where that can't be known or it has ended."""
     return "".join(status_fields(pid)[19:20])
-
-
-def is_ending(pid: int | str) -> bool:
-    """Returns whether a process has begun to end. Until its memory is free, which takes long where it was much, it can't be
-    seen to have ended, and it is in no cgroup of version 1 any more.
-    """
-    fields = status_fields(pid)
-    return not fields or fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
 
 
 def is_stopped(pid: int) -> bool:

@@ -227,7 +227,6 @@ class WatchedRank:
                 break
             else:
                 self.silent += 1
-                self.oom_kills.follow_cgroup()
                 self.look_at_memory()
         return True
 
