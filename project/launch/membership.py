@@ -24,18 +24,13 @@ class Membership:
         """Returns the number of ranks."""
         return self._nodes.ranks
 
-    @property
-    def hosts(self) -> dict[int, str]:
-        """Returns the host of each other rank, where they are known."""
-        return self._peers.hosts()
-
     def slurm_node(self, host: str) -> str:
         """Returns Slurm's name of a host, or ''."""
         return self._peers.slurm_nodes.get(host) or (slurm_node() if host == self._host else "")
 
     def can_lose(self, rank: int) -> bool:
         """Returns whether the run can do without a rank and the others on its node."""
-        return rank in self.hosts and self._nodes.can_spare(self._nodes.with_all_of_their_nodes({rank}))
+        return rank in self._peers.hosts and self._nodes.can_spare(self._nodes.with_all_of_their_nodes({rank}))
 
     def call_roll(self, attempt: int) -> tuple[set[int], list[tuple[str, str]]]:
         """Returns the ranks whose supervisors are missing, and killed ranks that were reported meanwhile, with their hosts."""
@@ -51,13 +46,13 @@ class Membership:
         """Returns whether the supervisors of all ranks that a restart needs have answered."""
         if self._nodes.ranks <= 1:
             return True
-        if self._peers.is_any_done or not self.hosts:
+        if self._peers.is_any_done or not self._peers.hosts:
             return False
         return not missing or (self._nodes.can_spare(missing) and store_answers(self._store))
 
     def ranks_to_leave_out(self, host: str, missing: set[int]) -> set[int]:
         """Returns the ranks of a host, if the run can do without it; none where another node may have its name."""
-        ranks = {rank for rank, name in self.hosts.items() if name == host}
+        ranks = {rank for rank, name in self._peers.hosts.items() if name == host}
         if not ranks or ranks & self._peers.needed:
             return set()
         is_one_node = ranks == self._nodes.with_all_of_their_nodes({min(ranks)})

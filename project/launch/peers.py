@@ -103,6 +103,7 @@ class Peers:
         """Returns whether the supervisors that this one was connected to have ended."""
         return self._expected > 0 and not self.connected
 
+    @property
     def hosts(self) -> dict[int, str]:
         """Returns the host of each other rank, of the first supervisor; {} until all have joined it."""
         return self._hosts if len(self._hosts) == self._expected else {}
@@ -113,18 +114,15 @@ class Peers:
         """
         missing, reports, until = {*self._hosts}, [], time.monotonic() + seconds
         self.send(roll=attempt)
-        while missing & {*self._ranks()} and (left := until - time.monotonic()) > 0:
+        while missing & {peer.rank for peer in self.connected} and (left := until - time.monotonic()) > 0:
             for message in self.messages(readable(self.inputs(), left)):
                 if message.get("roll") == attempt:
                     missing.discard(int(str(message["rank"])))
                 elif message.get("attempt") == attempt and message.get("where"):
                     reports.append((str(message["lost"]), str(message["where"])))
         if not seconds:
-            missing -= {*self._ranks()}
+            missing -= {peer.rank for peer in self.connected}
         return missing, reports
-
-    def _ranks(self) -> Iterator[int]:
-        return (peer.rank for peer in self.connected)
 
     def renumber(self, numbers: Mapping[int, int]) -> None:
         """Gives the ranks that are left their new numbers, and disconnects all other supervisors."""

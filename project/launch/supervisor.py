@@ -206,7 +206,7 @@ class Supervisor:
             losses = [(str(message["lost"]), str(message["where"])) for message in reports]
             for gone in [int(str(message["gone"])) for message in received if "gone" in message]:
                 if self._members.can_lose(gone):
-                    losses.append((f"Rank {gone} on {self._members.hosts[gone]} is lost, with its supervisor.", ""))
+                    losses.append((f"Rank {gone} on {self._peers.hosts[gone]} is lost, with its supervisor.", ""))
             return self._decide(*losses[0]) if losses else None
         for message in received:
             if "roll" in message:
@@ -268,7 +268,7 @@ class Supervisor:
         if not where and reports:  # of a rank that was killed: the others have lost it
             loss, where = reports[0]
         has_enough = self._members.has_enough(missing)
-        silent = sorted({self._members.hosts[rank] for rank in missing if rank in self._members.hosts})
+        silent = sorted({self._peers.hosts[rank] for rank in missing if rank in self._peers.hosts})
         if unnamed := [name for name in silent if f" on {name} is lost" not in loss]:
             loss = f"{loss} No answer from {', '.join(unnamed)}."
         self._kill()

@@ -251,11 +251,7 @@ def report_error(
     if which == "crash" and at:
         resumes = f" {resumption(folder, changed=isinstance(error, torch.OutOfMemoryError))}" if folder else ""
         text = f"The run has ended {at}.{resumes}\n{text}"
-    if which == "crash" and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
-        # torchrun has the last word, and prints what it finds here; its own 'host' is often localhost.
-        report = f"rank {rank}, {host}: {text}"
-        message_of_rank = {"message": report, "extraInfo": {"py_callstack": report, "timestamp": str(int(time.time()))}}
-        Path(file).write_text(json.dumps({"message": message_of_rank}))
+    if which == "crash" and tell_torchrun(f"rank {rank}, {host}: {text}"):  # its own 'host' is often localhost
         text = f"{title(error)} (torchrun prints the traceback)"
     elif which == "crash" and not at:
         text = f"\n{text}"
@@ -264,6 +260,15 @@ def report_error(
         child.send_signal(signal.SIGTERM)
     tell_supervisor(reported=rank)
     return exit_code(error)
+
+
+def tell_torchrun(text: str) -> bool:
+    """Writes a message for torchrun, which has the last word, and prints what it finds there; returns whether it is there."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+        Path(file).write_text(json.dumps({"message": message}))
+    return bool(file)
 
 
 # The death of another rank -------------------------------------------------------------------------------------------

@@ -31,8 +31,10 @@ class Trial(Fit):
 
     patience = math.inf
 
-    def __init__(self, options: argparse.Namespace, number: int | str, root: Path, words: Sequence[str]) -> None:
-        self.name, self.signals = f"{options.name}-{number}", list[int]()
+    def __init__(
+        self, options: argparse.Namespace, number: int | str, root: Path, words: Sequence[str], signals: list[int]
+    ) -> None:
+        self.name, self.signals = f"{options.name}-{number}", signals
         self.folder = root / RUNS / self.name
         own = vars(options) | {"name": self.name, "folder": self.folder, "words": [*words, "--run", self.name]}
         super().__init__(argparse.Namespace(**own), self.signals)
@@ -73,7 +75,7 @@ class Trial(Fit):
             say("INFO", f"{self.name}  ends after step {max(self.values)}")
 
 
-def search(options: argparse.Namespace, sweep: Sweep, signals: Sequence[int]) -> int:
+def search(options: argparse.Namespace, sweep: Sweep, signals: list[int]) -> int:
     """Trains all trials, and prints which was the best; returns 1 where a trial failed for good."""
     words, metric = without(options.words, "--run"), sweep.metric
     if option(words, "--checkpoints.monitor") is None:
@@ -81,7 +83,7 @@ def search(options: argparse.Namespace, sweep: Sweep, signals: Sequence[int]) ->
     every = [flag(key, value) for key, values in sweep.extremes.items() for value in values]
     _try_words(options, [*words, *every, *sweep.words(1)], signals)
     numbers = range(1, len(sweep.trials) + 1)
-    trials = [Trial(options, number, options.root, [*words, *sweep.words(number)]) for number in numbers]
+    trials = [Trial(options, number, options.root, [*words, *sweep.words(number)], []) for number in numbers]
     say("INFO", f"Ray: {len(trials)} trials of {options.name}, by {metric} ({sweep.mode})")
     sign, passed = (1 if sweep.mode == "min" else -1), 0
     rungs: dict[int, list[float]] = {}
@@ -134,19 +136,15 @@ def _lags(rungs: dict[int, list[float]], rule: tuple[int, int] | None, validatio
     return lags
 
 
-def _try_words(options: argparse.Namespace, words: Sequence[str], signals: Sequence[int]) -> None:
+def _try_words(options: argparse.Namespace, words: Sequence[str], signals: list[int]) -> None:
     """Has one step and one validation taken where a trial would run, with all values that a key may have."""
     once = argparse.Namespace(**vars(options) | {"max_failures": 0})
     options.root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".trying-", dir=options.root) as root:  # all hosts see it
         extra = [f"--trainer.default_root_dir={root}", "--trainer.fast_dev_run=true"]
-        trial = Trial(once, "trying", Path(root), [*words, *extra])
-        with ThreadPoolExecutor(1) as pool:
-            run = pool.submit(trial.run)
-            while not run.done():
-                time.sleep(_TURN)
-                trial.signals[:] = signals
+        trial = Trial(once, "trying", Path(root), [*words, *extra], signals)
+        code = trial.run()
     if signals:
         raise SystemExit(128 + signals[0])
-    if code := run.result():
+    if code:
         raise UserError(f"The search can't begin: {trial.why(code)}")

@@ -6,7 +6,6 @@ hangs.
 
 import json
 import logging
-import os
 import socket
 import time
 from collections import defaultdict
@@ -17,7 +16,7 @@ from pathlib import Path
 from project.cluster import reachability
 from project.cluster.processes import read_dump, start_time
 from project.errors import TRY_AGAIN
-from project.survive.failure import resumption
+from project.survive.failure import resumption, tell_torchrun
 from project.survive.hang import flights, stacks
 from project.survive.hang.heartbeats import Flight, Heartbeat, Member, Message, heartbeat_from_dict
 from project.survive.hang.leaving import RankContext, exit_process, flush, run_with_timeout
@@ -172,7 +171,7 @@ def report_and_exit(judged: Verdict, context: RankContext) -> None:
         again = f"All ranks end, with exit code {TRY_AGAIN}. {resumption(None)}"
         text = f"{judged}{where}\n{again} HINT: {judged.hint}"
         run_with_timeout(_PATIENCE, lambda: log.error(text))
-        run_with_timeout(_PATIENCE, lambda: _tell_torchrun(f"{judged.at_fault[0]}"))
+        run_with_timeout(_PATIENCE, lambda: tell_torchrun(f"{judged.at_fault[0]}"))
     run_with_timeout(_PATIENCE, flush)
     cut_off = _rank_0_unreachable(judged, context)
     seconds = _AGENT if cut_off else _SLOW_AGENT if context.is_reporter(judged.silent) else None
@@ -203,13 +202,6 @@ def _write_stacks(folder: Path, judged: Verdict, ranks: list[RankAtFault]) -> No
         write_text(folder / f"hang-rank{culprit.rank}.txt", f"{head}{culprit.stacks}\n")
     if entries := flights.read_recorder():
         write_text(folder / f"hang-rank{ranks[0].rank}-collectives.json", json.dumps(entries))
-
-
-def _tell_torchrun(text: str) -> None:
-    """Writes the message for torchrun, which reports last, and prints what it finds in this file."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        message = {"message": f"The run hangs: {text}", "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
-        Path(file).write_text(json.dumps({"message": message}))
 
 
 def _rank_0_unreachable(judged: Verdict, context: RankContext) -> bool:
