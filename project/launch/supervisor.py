@@ -96,7 +96,8 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         self._socket, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {**os.environ, SOCKET: str(server.fileno()), SUPERVISED: self._name(), LAUNCHER: str(os.getppid())}
+        name = f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"  # where no engine has a better one
+        environment = {**os.environ, SOCKET: str(server.fileno()), SUPERVISED: name, LAUNCHER: str(os.getppid())}
         environment |= {MEMORY: str(memory)} if memory else {}
         environment |= {PORT: str(self._peers.port)} if world_size > 1 else {}
         environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() leaves CUDA to the ranks
@@ -105,10 +106,6 @@ class Supervisor:
         for number in ENDING:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._pass_on)
-
-    def _name(self) -> str:
-        """Returns a name for the run that stays when its ranks are started again, where no engine has a better one."""
-        return f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
 
     def _pass_on(self, number: int, frame: object) -> None:
         """Passes a signal on to the ranks; before there are any, to the fork server."""
@@ -302,9 +299,7 @@ class Supervisor:
         """Records in the run's folder how rank 0 has stopped, if it is one of these ranks."""
         for rank in self._children.ranks:
             if rank.number == 0 and self._life is not None:
-                stop = {"event": "stop", "time": round(time.time(), 3), "step": None, "state": "killed", "why": why}
-                with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-                    add_stop(self._life, rank.pid, json.dumps(stop))
+                add_stop(self._life, rank.pid, None, "killed", why)
 
     def _renumber(self, missing: set[int]) -> None:
         """Gives the ranks new numbers, as the run resumes without some; ends spares, which have the old ones."""

@@ -39,9 +39,7 @@ log = logging.getLogger(__name__)
 # user's own.
 _LIBRARY_ERROR = re.compile(r"\[\S*gloo/\S+:\d+\]|NCCL [\w ]+ failed|NCCL communicator was aborted")
 _LOST_CONNECTION = re.compile(
-    r"gloo/|TCPStore|Connection (closed|reset) by peer|Broken pipe|connectFullMesh|recvValue"
-    r"|NCCL [\w ]+ failed|NCCL communicator was aborted",
-    re.I,
+    rf"gloo/|TCPStore|Connection (closed|reset) by peer|Broken pipe|connectFullMesh|recvValue|{_LIBRARY_ERROR.pattern}", re.I
 )
 _PROJECT, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
 _CONNECTION_CODE = (
@@ -61,11 +59,11 @@ WHOLE = "whole"
 
 # torch.compile's, on a CPU and on a GPU, where it finds no compiler.
 _NO_COMPILER = re.compile(r"InvalidCxxCompiler|Failed to find C compiler")
-# Errors of a setting, with its name, that Lightning raises as those of a bug.
 # Lightning's, where a device is gone: on another host the same configuration works.
 _TOO_FEW_DEVICES = re.compile(r"machine only has|can not run on your system|No supported gpu")
 _OF_THE_MACHINE = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 _OF_A_PATH = (FileNotFoundError, IsADirectoryError, NotADirectoryError, FileExistsError, PermissionError)
+# Errors of a setting, with its name, that Lightning raises as those of a bug.
 _SETTING_ERROR = re.compile(r"`strategy='ddp_find_unused_parameters_true'`|does not allow for gradient clipping")
 # What torch raises in whatever the main thread does when one of its loader processes has ended.
 _LOADER_ERROR = re.compile(

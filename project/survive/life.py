@@ -19,7 +19,8 @@ _LAST = 1 << 16  # bytes, in which the last line is
 def start_report(life: Path) -> None:
     """Starts `project report` for the run that has this file of starts and stops, where no rank is left that writes it."""
     words = [sys.executable, "-m", "project", "report", str(life.parent)]
-    subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with suppress(OSError):
+        subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def add_to_log(life: Path, level: str, text: str) -> None:
@@ -30,14 +31,21 @@ def add_to_log(life: Path, level: str, text: str) -> None:
         file.write(line.encode())
 
 
-def add_stop(life: Path, pid: int, line: str) -> bool:
-    """Adds a line to a run's file of starts and stops, if this process's life is the last and has no stop; returns whether."""
-    with os.fdopen(os.open(life, _FLAGS), "r+b", buffering=0) as file:
+def add_stop(life: Path, pid: int, step: int | None, state: str, why: str | None, **details: str | None) -> bool:
+    """Records in a run's file of starts and stops how it ended, if this process's life is the last and has no stop; returns
+    whether. Nothing is recorded where no training was begun, or there is no room.
+    """
+    known = {name: value for name, value in details.items() if value}
+    stop = {"event": "stop", "time": round(time.time(), 3), "step": step, "state": state, "why": why, **known}
+    with (
+        suppress(OSError, ValueError, LookupError, TypeError, RecursionError),
+        os.fdopen(os.open(life, _FLAGS), "r+b", buffering=0) as file,
+    ):
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             return False
         file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST))
         last = json.loads(file.read(_LAST).splitlines()[-1])
-        if last["event"] == "stop" or last["pid"] != pid:
-            return False
-        file.write(f"{line}\n".encode())
-        return True
+        if last["event"] != "stop" and last["pid"] == pid:
+            file.write(f"{json.dumps(stop)}\n".encode())
+            return True
+    return False

@@ -138,6 +138,6 @@ def test_a_straggler_is_written_down_and_the_warden_still_records_the_end(tmp_pa
     life = tmp_path / "life.jsonl"
     lines = [{"event": "start", "pid": 7}, {"event": "straggler", "pid": 7, "why": "rank 1 is slow"}]
     life.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert not add_stop(life, 8, "{}")
-    assert add_stop(life, 7, '{"event": "stop", "pid": 7}')
-    assert not add_stop(life, 7, "{}")
+    assert not add_stop(life, 8, 3, "killed", None)
+    assert add_stop(life, 7, 3, "killed", None)
+    assert not add_stop(life, 7, 3, "killed", None)

@@ -184,18 +184,11 @@ class WatchedRank:
         """Records the end in the run's file of starts and stops, where the rank could not, and starts `project report`."""
         if self.launcher == SUPERVISED:
             return
-        life = Path(self.facts.get("life", ""))
-        why = self.facts.get("why")
-        line = {"event": "stop", "time": round(time.time(), 3), "step": self.facts.get("step")}
-        line |= {"state": "failed" if why else "killed", "why": why or how or None}
+        life, why = Path(self.facts.get("life", "")), self.facts.get("why")
         details = {"where": self.facts.get("where"), "traceback": self.facts.get("traceback")}
-        line |= {name: value for name, value in details.items() if value}
-        try:
-            if not add_stop(life, self.pid, json.dumps(line)):
-                return  # it has said so itself, or the run goes on elsewhere
-            start_report(life)
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
-            return  # no training was begun, or there is no room
+        state = "failed" if why else "killed"
+        if add_stop(life, self.pid, self.facts.get("step"), state, why or how or None, **details):
+            start_report(life)  # else it has said so itself, or the run goes on elsewhere
 
     def look_at_agent(self) -> None:
         """Warns if torchrun's agent is stopped; the first of its ranks does that."""
