@@ -530,9 +530,7 @@ def _end(error: Exception, rank: int) -> int:
     folder."""
     trainer, run = ProjectCLI.running, ProjectCLI.opened
     if trainer is not None:
-        observed = getattr(trainer.strategy.launcher, "procs", [])
-        launched = [*early_start.processes, *observed]
-        observed.clear()  # Lightning looks at this list every 5 s, and would kill this process when one of them has failed
+        launched = early_start.take_launched(trainer.strategy.launcher)
         code = report_error(error, trainer.global_rank, host(), launched, _folder(trainer), _at(trainer))
         lives = callbacks_of(trainer, Life)
         if code == WRONG and any(life.has_trained(trainer) for life in lives):

@@ -117,6 +117,16 @@ def undecided() -> bool:
     return _MARK in os.environ and os.environ.get("LOCAL_RANK") != "0"
 
 
+def take_launched(launcher: object) -> list["subprocess.Popen[bytes]"]:
+    """Takes the ranks that Lightning's launcher has started, and returns all that are launched: it looks at them every 5 s and,
+    where one has failed, kills this process with a signal, before it could end by itself, with a code of its own.
+    """
+    launched = getattr(launcher, "procs", [])
+    processes.extend(launched)
+    launched.clear()
+    return processes
+
+
 def end() -> None:
     """Ends the other ranks."""
     for process in processes:
