@@ -6,22 +6,21 @@ signs what these say to each other: nothing is parsed that is not signed. When a
 roll: a host that was cut off keeps its connection, and answers nothing.
 """
 
+import base64
 import os
 import resource
 import select
 import socket
-import struct
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from math import inf
 from typing import TypeAlias
 
-from project.cluster.signed import SEAL, Opener, sealer
+from project.cluster.signed import Opener, sealer
 from project.cluster.slurm import slurm_node
 from project.launch.nodes import HERE, STORE
 
-_LENGTH = struct.Struct(">I")
 _LONGEST = 1 << 14  # bytes of a message
 _STRANGERS = 8  # connections that have not yet sent a signed message
 _PATIENCE = 10.0  # seconds to connect or to send
@@ -46,32 +45,24 @@ class Peer:
 
     def send(self, **message: object) -> None:
         """Sends a message; one to a supervisor that has ended is dropped."""
-        data = self._seal(message)
         with suppress(OSError):
-            self.connection.sendall(_LENGTH.pack(len(data)) + data)
+            self.connection.sendall(base64.b64encode(self._seal(message)) + b"\n")
 
     def receive(self) -> list[Message] | None:
         """Returns the messages that have arrived; None where the other one has ended, or is no supervisor of this run."""
+        messages = []
         try:
             data = self.connection.recv(1 << 16)
-        except OSError:
+            *lines, self._unread = (self._unread + data).split(b"\n")
+            for line in lines:
+                if (message := self._opener.open(base64.b64decode(line))) is None:
+                    return None
+                if "host" in message:  # the first one
+                    self.rank = int(str(message["rank"]))
+                messages.append(message)
+        except (OSError, ValueError):
             return None
-        self._unread += data
-        messages = []
-        while len(self._unread) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._unread)
-            if not SEAL < length <= _LONGEST:
-                return None
-            if len(self._unread) < _LENGTH.size + length:
-                break
-            message = self._opener.open(self._unread[_LENGTH.size : _LENGTH.size + length])
-            self._unread = self._unread[_LENGTH.size + length :]
-            if message is None:
-                return None
-            if "host" in message:  # the first one
-                self.rank = int(str(message["rank"]))
-            messages.append(message)
-        return messages if data else None
+        return messages if data and len(self._unread) <= _LONGEST else None
 
 
 class Peers:
