@@ -2,6 +2,6 @@
 
 `rendezvous.py` brings the ranks of several hosts together and names who is missing, `interfaces.py` and `reachability.py` find
 the network between them, `environment.py` collects the facts that the doctor compares, `cgroups.py`, `cores.py` and `gpu.py`
-read limits. It lies below all others and must not know any of them: no run, no step, no launcher. What a shell script starts
-needs the standard library alone.
+read limits, `processes.py` and `oom.py` say how processes end, `signed.py` signs messages. It lies below all others and must
+not know any of them: no run, no step, no launcher. What a shell script starts needs the standard library alone.
 """
