@@ -49,7 +49,7 @@ def ended(pid: int | str, began: str, handle: int | None = None) -> tuple[bool, 
     return True, None
 
 
-def handles(pid: int, number: int) -> bool:
+def _handles(pid: int, number: int) -> bool:
     """Returns whether a process has a handler for a signal."""
     return bool(int(field(Path(f"/proc/{pid}/status"), "SigCgt") or "0", 16) >> (number - 1) & 1)
 
@@ -89,7 +89,7 @@ def read_dump(pid: int, path: str, wake: bool = False) -> str:
 
     `wake`: it may be stopped (SIGSTOP); it is continued for that moment, and stopped again.
     """
-    if not handles(pid, DUMP):  # which would end it
+    if not _handles(pid, DUMP):  # which would end it
         return ""
     try:
         before = os.stat(path).st_size

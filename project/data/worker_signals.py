@@ -10,11 +10,10 @@ from collections.abc import Callable
 from functools import cache, partial
 from multiprocessing.queues import Queue
 from multiprocessing.util import Finalize
+from pathlib import Path
 from types import FrameType
 
 from torch.utils.data import DataLoader
-
-from project.cluster.processes import handles
 
 _SENT_TO_GROUPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _PATIENCE = 5.0  # seconds that a process has at the program's end, as torch gives it
@@ -46,8 +45,18 @@ def _begin(init_fn: Callable[[int], None] | None, number: int) -> None:
 
 def _end_unless_caught(number: int, frame: FrameType | None) -> None:
     rank = multiprocessing.parent_process()
-    if rank is None or not handles(rank.pid or 0, number):
+    if rank is None or not _catches(rank.pid or 0, number):
         os._exit(0)
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Returns whether a process has a handler for a signal (Linux)."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def _end_by_error(error: Exception, batch: object) -> None:
