@@ -168,9 +168,7 @@ NO_NAMES = {
     *("goes_on", "word", "news"),
 }
 NO_SENTENCE = re.compile(r"(Of|What|And|As|With|Into|Who|In which)\b")
-TO_BE_REPLACED = {
-    *("launch/agent.py", "survive/hang/leaving.py", "launch/early_start.py"),
-}
+TO_BE_REPLACED = {"launch/early_start.py"}
 """Parts that a library or a simpler way is to take the place of: their words go with them."""
 
 
