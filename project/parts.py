@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Final, TypeAlias, TypedDict, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,40 +24,11 @@ from torch import Tensor, nn
 from project.errors import UserError
 
 WHOLE = "whole.pt"
-_MARK: Final = "tensor in parts"
+_MARK = "tensor in parts"
 _ALIGNED = 64  # bytes
 T = TypeVar("T")
-
-
-Mark = TypedDict(
-    "Mark",
-    {
-        "tensor in parts": str,
-        "shape": tuple[int, ...],
-        "dtype": torch.dtype,
-        "ranks": tuple[int, ...],
-        "grid": tuple[int, ...],
-        "along": tuple[int | None, ...],
-    },
-)
-"""What stands in `whole.pt` for a tensor that is sharded."""
-
-
-class _Whole(TypedDict):
-    """The content of `whole.pt`."""
-
-    name: str
-    ranks: int
-    checkpoint: dict[str, object]
-
-
-class _Part(TypedDict):
-    """The content of a rank's part."""
-
-    name: str
-    slices: Mapping[str, Tensor]
-
-
+Content: TypeAlias = dict[str, Any]
+"""The content of a file, or a mark in `whole.pt` (`mark`)."""
 Place: TypeAlias = tuple[int, Sequence[int], Sequence[int], str]
 """Where a tensor lies in a file of bytes: its first byte, shape, strides and the name of its type."""
 
@@ -136,16 +107,9 @@ class Layout:
                 yield rank, box
 
 
-def mark(name: str, tensor: Tensor, layout: Layout) -> Mark:
+def mark(name: str, tensor: Tensor, layout: Layout) -> dict[str, object]:
     """Returns what stands in `whole.pt` for a tensor that is sharded."""
-    return {
-        _MARK: name,
-        "shape": tuple(tensor.shape),
-        "dtype": tensor.dtype,
-        "ranks": layout.ranks,
-        "grid": layout.grid,
-        "along": layout.along,
-    }
+    return {_MARK: name, "shape": tuple(tensor.shape), "dtype": tensor.dtype, **vars(layout)}
 
 
 def changed(value: T, change: Callable[[object, str], object], name: str = "") -> T:
@@ -234,10 +198,10 @@ def load_part(load: Callable[[Path], object], path: Path) -> object:
 class Stored:
     """A tensor that lies in parts."""
 
-    def __init__(self, folder: "Parted", entry: Mark) -> None:
+    def __init__(self, folder: "Parted", entry: Content) -> None:
         self.folder, self.name = folder, str(entry[_MARK])
-        self.shape = tuple(entry["shape"])
-        self.dtype = entry["dtype"]
+        self.shape: tuple[int, ...] = tuple(entry["shape"])
+        self.dtype: torch.dtype = entry["dtype"]
         self.layout = Layout(entry["ranks"], entry["grid"], entry["along"])
 
     @property
@@ -268,10 +232,10 @@ class Parted:
     def __init__(self, path: Path, load: Callable[[Path], object]) -> None:
         self.path, self._load = path, load
         self._parts: dict[int, Mapping[str, Tensor]] = {}
-        content = cast(_Whole, self._open(WHOLE, "the part that every rank reads"))
-        self.name = content["name"]
-        self.ranks = content["ranks"]
-        self._whole = content["checkpoint"]
+        content = self._open(WHOLE, "the part that every rank reads")
+        self.name: str = content["name"]
+        self.ranks: int = content["ranks"]
+        self._whole: dict[str, object] = content["checkpoint"]
 
     def checkpoint(self, make: Callable[[Stored], object] = Stored.read) -> dict[str, object]:
         """Returns the whole checkpoint, with what `make` makes of each tensor that is sharded; by default, whole ones."""
@@ -280,7 +244,7 @@ class Parted:
         def change(value: object, _: str) -> object:
             if not isinstance(value, Mapping):
                 return value
-            stored = Stored(self, cast(Mark, value))
+            stored = Stored(self, cast(Content, value))
             if stored.layout.grid:
                 return make(stored)
             if stored.name not in copies:
@@ -293,7 +257,7 @@ class Parted:
         """Returns what a rank has written of a tensor."""
         file = part_name(rank, self.ranks)
         if rank not in self._parts:
-            content = cast(_Part, self._open(file, f"what rank {rank} held"))
+            content = self._open(file, f"what rank {rank} held")
             if content["name"] != self.name:
                 raise UserError(f"{self.path / file} is a part of another checkpoint.")
             self._parts[rank] = content["slices"]
@@ -302,9 +266,9 @@ class Parted:
             raise UserError(f"{self.path / file}: rank {rank} has not written its slice of {name}.")
         return part
 
-    def _open(self, file: str, what: str) -> object:
+    def _open(self, file: str, what: str) -> Content:
         try:
-            return self._load(self.path / file)
+            return cast(Content, self._load(self.path / file))
         except FileNotFoundError:
             raise UserError(
                 f"{self.path / file} is missing: {what}. HINT: take an older checkpoint from the same folder; where the "
