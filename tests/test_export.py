@@ -290,9 +290,9 @@ class OneLess(Callback):
     """Damages what is exported: the files that go out are not of the network that the check is made with."""
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        from project.export import export
+        from project.export import formats
 
-        def write(module: LightningModule, path: Path, about: Any, real: Any = export.write_weights) -> None:
+        def write(module: LightningModule, path: Path, about: Any, real: Any = formats.write_weights) -> None:
             other = MiniResNet(widths=(8, 16), blocks=1)
             with torch.no_grad():
                 for mine, theirs in zip(other.state_dict().values(), module.state_dict().values(), strict=True):
@@ -300,13 +300,13 @@ class OneLess(Callback):
                 other.head.bias.sub_(1)
             real(other, path, about)
 
-        def trace(module: LightningModule, *args: Any, real: Any = export.trace) -> Any:
+        def trace(module: LightningModule, *args: Any, real: Any = formats.trace) -> Any:
             bias = module.network.head.bias
             with torch.no_grad():
                 bias.sub_(1)
                 return real(module, *args)
 
-        export.write_weights, export.trace = write, trace
+        formats.write_weights, formats.trace = write, trace
 
 
 @pytest.mark.parametrize("form", ["safetensors", "onnx"])

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypedDict, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from project.data.order import Limit
 
@@ -19,22 +19,6 @@ class Dealing:
     """Whether an evaluation's micro-batches are the same on any number of ranks."""
     limits: Mapping[str, Limit] = field(default_factory=dict)
     """By stage, as they are when its loaders are made: of training in steps, of evaluation in micro-batches over all ranks."""
-
-
-class Pixels(TypedDict):
-    """How pixels become the network's input, in words and numbers."""
-
-    range: list[int]
-    mean: list[float]
-    std: list[float]
-    how: str
-
-
-class Description(TypedDict, total=False):
-    """Describes the data to the user of an exported network: the classes' names, and how pixels become its input."""
-
-    classes: list[str] | None
-    images: Pixels | None
 
 
 @runtime_checkable
@@ -56,5 +40,6 @@ class SelfDealing(Protocol):
     def fingerprint(self) -> dict[str, dict[str, int | str]]:
         """Returns, of each split, the number of samples, the bytes of one, and a hash of a few."""
 
-    def description(self) -> Description:
-        """Returns what the user of an exported network has to know."""
+    def description(self) -> dict[str, object]:
+        """Returns what the user of an exported network has to know, for export.json: `classes`, their names, and `images`, how
+        pixels become its input (`range`, `mean`, `std`, and in words `how`); None for what there is not."""

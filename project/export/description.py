@@ -2,19 +2,17 @@
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import Any, TypeAlias
 
 import torch
 import yaml
 from lightning.pytorch import Trainer
-from typing_extensions import NotRequired
 
 from project.checkpoints.reading import Manifest, manifest_at, sha256_of
-from project.data.self_dealing import Description
 from project.export.capture import Inputs, Samples
 from project.export.check import TOLERANCE, Difference, Outputs
 from project.export.folder import ABOUT
@@ -26,49 +24,8 @@ from project.untrusted import dump_yaml, open_to_read, read_yaml, write_text
 CONFIG = "config.yaml"
 
 
-class Shaped(TypedDict):
-    """An input or an output; 'batch' is any number of samples, 'any' any size."""
-
-    name: NotRequired[str]
-    shape: list[int | str]
-    dtype: str
-
-
-class Check(TypedDict):
-    """Records what was compared, and how much it differed."""
-
-    samples: int
-    of: str
-    batch_sizes: list[int]
-    largest_difference: float
-    share_of_largest_output: float
-    tolerated_share: float
-
-
-class File(TypedDict):
-    """A file's size and checksum."""
-
-    bytes: int
-    sha256: str
-
-
-class About(Description, total=False):
-    """The content of export.json."""
-
-    format: str
-    file: str
-    run: str | None
-    checkpoint: str | None
-    step: int | None
-    metrics: Mapping[str, float]
-    part: str | None
-    tied: list[list[str]]
-    inputs: list[Shaped] | None
-    outputs: list[Shaped] | None
-    check: Check | None
-    load: list[str]
-    files: dict[str, File]
-    versions: dict[str, str]
+About: TypeAlias = dict[str, Any]
+"""The content of export.json, which docs/export.md explains."""
 
 
 def origin(checkpoint: Path | None) -> About:
@@ -82,20 +39,20 @@ def origin(checkpoint: Path | None) -> About:
     return {
         "run": folder.parent.name if folder.name == "checkpoints" else None,
         "checkpoint": checkpoint.name,
-        "step": cast(Mapping[str, int], manifest.get("position", {})).get("global_step"),
-        "metrics": cast(Mapping[str, float], manifest.get("metrics", {})),
+        "step": manifest.get("position", {}).get("global_step"),
+        "metrics": manifest.get("metrics", {}),
     }
 
 
 def of_tensors(samples: Samples, size: int | None, outputs: Outputs) -> About:
-    """Returns names, shapes and types of inputs and outputs; 'batch' is any number of samples."""
-    inputs: list[Shaped] = []
+    """Returns names, shapes and types of inputs and outputs; 'batch' is any number of samples, 'any' any size."""
+    inputs = []
     for number, name in enumerate(samples.names):
         parts = [batch[number] for batch in samples.batches]
         lengths = [{*sizes} for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
-        shape: list[int | str] = [size or "batch", *("any" if len(sizes) > 1 else sizes.pop() for sizes in lengths)]
+        shape = [size or "batch", *("any" if len(sizes) > 1 else sizes.pop() for sizes in lengths)]
         inputs.append({"name": name, "shape": shape, "dtype": _name(parts[0].dtype)})
-    made: list[Shaped] = [
+    made = [
         {"shape": [size or "batch", *output.shape[1:]] if output.ndim else [], "dtype": _name(output.dtype)}
         for output in outputs[0]
     ]
@@ -106,7 +63,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def of_check(samples: Samples, batches: Sequence[Inputs], to: Format, difference: Difference) -> Check:
+def of_check(samples: Samples, batches: Sequence[Inputs], to: Format, difference: Difference) -> dict[str, object]:
     """Returns what was compared, and how much it differed."""
     return {
         "samples": sum(len(batch[0]) for batch in samples.batches),
@@ -120,7 +77,7 @@ def of_check(samples: Samples, batches: Sequence[Inputs], to: Format, difference
 
 def finish(folder: Path, trainer: Trainer, about: About, libraries: Sequence[str]) -> None:
     """Adds size and checksum of each file, and versions, and writes `about` into the folder, with the run's configuration."""
-    entries: dict[str, File] = {}
+    entries = {}
     for file in sorted(folder.iterdir()):
         with open_to_read(file) as opened:
             entries[file.name] = {"bytes": file.stat().st_size, "sha256": sha256_of(opened)}

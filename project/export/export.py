@@ -12,27 +12,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from project.data.self_dealing import Description, SelfDealing
+from project.data.self_dealing import SelfDealing
 from project.errors import FaultError, UserError
-from project.export import description
+from project.export import description, formats
 from project.export.capture import Capture, Samples, captured, pieces, samples
 from project.export.check import TOLERANCE, Difference, Outputs, compare, loaded, outputs
 from project.export.folder import ABOUT, refuse_strangers, staging
-from project.export.formats import (
-    FILES,
-    LIBRARIES,
-    Format,
-    brief,
-    named_weights,
-    require,
-    shared_names,
-    silence,
-    snippet,
-    trace,
-    write_onnx,
-    write_traced,
-    write_weights,
-)
+from project.export.formats import FILES, Format
 from project.export.plain import as_one_file
 from project.typed import TypedTrainer
 
@@ -52,7 +38,7 @@ def exportable(to: Format | None, batch_size: int | None, target: Path | None) -
         raise UserError(f"export needs a format. HINT: --to {', --to '.join(FILES)}.")
     if batch_size is not None and batch_size < 1:
         raise UserError(f"batch_size is a number of samples, not {batch_size}.")
-    require(to)
+    formats.require(to)
     if target is not None:
         refuse_strangers(target)
     return to
@@ -82,14 +68,14 @@ class Export:
         """Returns the outputs of the checkpoint's network for the batches."""
         assert self.samples is not None
         try:
-            with silence():
+            with formats.silence():
                 results = outputs(network, self.batches)
         except UserError:
             raise
         except Exception as error:
             raise UserError(
                 f"{type(self.module).__name__}.forward can't take {', '.join(self.samples.names)} of {self.samples.origin}: "
-                f"{brief(error)} HINT: give the module an example_input_array."
+                f"{formats.brief(error)} HINT: give the module an example_input_array."
             ) from error
         if any(value.isnan().any() for batch in results for value in batch if value.is_floating_point()):
             raise FaultError("The checkpoint's outputs are not numbers (NaN): there is nothing to compare an export with.")
@@ -98,7 +84,7 @@ class Export:
     def write(self, file: Path, about: description.About) -> Difference:
         """Writes the file, and compares its outputs in a fresh process; raises a UserError if they differ."""
         if self.to == "safetensors":
-            write_weights(self.module, file, about)
+            formats.write_weights(self.module, file, about)
             weights = self._checked_weights(cast(dict[str, Tensor], loaded(self.to, file)))
 
             def network(*batch: Tensor) -> object:
@@ -106,16 +92,16 @@ class Export:
 
             return compare(self.wanted, self._called(network) if self.samples else [], TOLERANCE[self.to])
         assert self.samples is not None
-        program = trace(self.module, self.samples, self.size)
+        program = formats.trace(self.module, self.samples, self.size)
         if self.to == "onnx":
-            write_onnx(program, file, self.samples.names)
+            formats.write_onnx(program, file, self.samples.names)
         else:
-            write_traced(program, file)
+            formats.write_traced(program, file)
         return compare(self.wanted, cast(Outputs, loaded(self.to, file, self.batches)), TOLERANCE[self.to])
 
     def _checked_weights(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the weights from a file by their names in the module; raises a UserError if they are not the module's."""
-        part, weights = named_weights(self.module)
+        part, weights = formats.named_weights(self.module)
         if tensors.keys() != weights.keys():
             raise FaultError(f"The file has other weights than the checkpoint: {sorted(tensors.keys() ^ weights.keys())[:5]}.")
         compare([[*weights.values()]], [[tensors[name] for name in weights]], 0.0)
@@ -159,21 +145,19 @@ def export(
             "exports the weights alone."
         )
     made = Export(model, capture, of, form, batch_size)
-    of_data: Description = (
-        datamodule.description() if isinstance(datamodule, SelfDealing) else {"classes": None, "images": None}
-    )
+    of_data = datamodule.description() if isinstance(datamodule, SelfDealing) else {"classes": None, "images": None}
     about: description.About = {"format": form, "file": FILES[form], **description.origin(checkpoint), **of_data}
     if form == "safetensors":
-        part, _ = named_weights(model)
-        about |= {"part": part or None, "tied": shared_names(model, part)}
+        part, _ = formats.named_weights(model)
+        about |= {"part": part or None, "tied": formats.shared_names(model, part)}
     with staging(target) as folder:
         difference = made.write(folder / FILES[form], about)
-        about |= {"inputs": None, "outputs": None, "check": None, "load": snippet(form, ["batch"])}
+        about |= {"inputs": None, "outputs": None, "check": None, "load": formats.snippet(form, ["batch"])}
         if made.samples:
             about |= description.of_tensors(made.samples, batch_size, made.wanted)
             about["check"] = description.of_check(made.samples, made.batches, form, difference)
-            about["load"] = snippet(form, made.samples.names)
-        description.finish(folder, trainer, about, LIBRARIES[form])
+            about["load"] = formats.snippet(form, made.samples.names)
+        description.finish(folder, trainer, about, formats.LIBRARIES[form])
     _say(target / FILES[form], about)
     return target / FILES[form]
 
