@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
-from typing_extensions import NotRequired
+from typing_extensions import NotRequired, Unpack
 
-from project.data.dealing import DealtLoader, seed_generators
+from project.data.dealing import DealtLoader, LoaderSettings, seed_generators
 from project.data.in_memory import AT_ONCE, InMemory, in_bulk
 from project.data.items import Unfit, as_label, as_labels, as_tensor, file_of, image_and_label, wrong_label
 from project.data.order import Key, MicroBatchSampler, Order, chance, size_of
@@ -216,25 +216,13 @@ class MicroBatchLoader(DealtLoader):
         keys: MicroBatchSampler,
         seed: int,
         unread: dict[str, None],
-        dataset: MicroBatches,
         draws: bool = True,
-        num_workers: int = 0,
-        persistent_workers: bool = False,
-        pin_memory: bool = False,
+        **settings: Unpack[LoaderSettings],
     ) -> None:
-        super().__init__(
-            keys,
-            seed,
-            draws,
-            dataset=dataset,
-            sampler=keys,
-            batch_size=None,
-            collate_fn=_unchanged,  # an item is a micro-batch already, of tensors
-            num_workers=num_workers,
-            persistent_workers=persistent_workers,
-            pin_memory=pin_memory,
-        )
-        self.micro_batches, self.unread = dataset, unread
+        # An item is a micro-batch already, of tensors.
+        settings |= {"sampler": keys, "batch_size": None, "collate_fn": _unchanged}
+        super().__init__(keys, seed, draws, **settings)
+        self.micro_batches, self.unread = cast(MicroBatches, settings["dataset"]), unread
 
     def _note(self) -> Iterator[Batch]:
         for batch in cast(Iterator[Batch], super()._note()):

@@ -18,7 +18,7 @@ from project.data.first_look import examine
 from project.data.in_memory import InMemory, sent, whole
 from project.data.items import Unfit, as_tensor, image_and_label
 from project.data.order import MicroBatchSampler, Order, cut_for_all, limited, size_of
-from project.data.self_dealing import Dealing, Description
+from project.data.self_dealing import Dealing
 from project.data.sources import Source, Split, Synthetic
 from project.errors import UserError
 
@@ -105,7 +105,7 @@ class ImageData(LightningDataModule):
     def batch_sizes(self) -> tuple[int, int | None]:
         return self.batch_size, self.global_batch_size
 
-    def description(self) -> Description:
+    def description(self) -> dict[str, object]:
         """Returns the classes' names, and how pixels become the network's input."""
         mean, std = (
             list(value) if isinstance(value, (tuple, list)) else [value] for value in (self.source.mean, self.source.std)
@@ -215,8 +215,8 @@ class ImageData(LightningDataModule):
             keys,
             self.seed,
             self.unread,
-            self._micro_batches(held or self._dataset(split), split, order),
-            draws=not held,
+            not held,
+            dataset=self._micro_batches(held or self._dataset(split), split, order),
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=not held and self.trainer.strategy.root_device.type == "cuda",

@@ -176,7 +176,7 @@ class Order:
         if stop - start != self.global_batch:  # the last step
             return permute(np.arange(low, high), self.size, self.seed, epoch)
         # Of this step and of those that follow, and only what is read here: other ranks have other micro-batches.
-        run = min(self._share, max(1, _WINDOW // self.micro_batch))
+        run = min(self.share or self.micro_batches, max(1, _WINDOW // self.micro_batch))
         first, place = number - number % run, number % run * self.micro_batch
         rows = max(1, min(self.steps, _WINDOW // (run * self.micro_batch)))
         window = _window(
@@ -184,10 +184,6 @@ class Order:
             *(self.global_batch, run * self.micro_batch, rows, self.size, self.seed, epoch),
         )
         return window[step % rows, place : place + self.micro_batch]
-
-    @cached_property
-    def _share(self) -> int:
-        return self.share or self.micro_batches
 
 
 ENOUGH = 64

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict, cast
+from typing import cast
 
 from project.cluster.settings import flat
 from project.config_files import option
@@ -68,18 +68,6 @@ class Plan:
     """The number of samples of the training set that are read, so that an epoch ends with a shorter step; None: all of them."""
 
 
-class Facts(TypedDict):
-    """The facts about a configuration that its first micro-batch shows."""
-
-    micro_batch: int | None
-    samples: int | None
-    ends: bool
-    """An epoch may end with a shorter step."""
-    automatic: bool
-    validates: bool
-    gpus: int | None
-
-
 def alone(words: Sequence[str], settings: Mapping[str, object]) -> list[str]:
     """Returns the options of a trial: it ends by its steps, writes to its own folder, and connects to no server.
 
@@ -101,10 +89,10 @@ def alone(words: Sequence[str], settings: Mapping[str, object]) -> list[str]:
     ]
 
 
-def shortened(base: Sequence[str], facts: Facts, config: Mapping[str, object]) -> Plan:
+def shortened(base: Sequence[str], facts: Mapping[str, int | None], config: Mapping[str, object]) -> Plan:
     """Returns a plan: the number and the size of the steps, and the possible trials.
 
-    `facts`: what the first micro-batch has shown; `config`: the resolved configuration.
+    `facts`: what the first micro-batch has shown (`recorder.py`); `config`: the resolved configuration.
     """
     trainer, data = (cast(Mapping[str, object], config.get(section) or {}) for section in ("trainer", "data"))
     keys, exact = flat(config), bool(trainer.get("exact"))

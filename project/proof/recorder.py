@@ -19,7 +19,6 @@ from torch import Tensor
 
 from project.checkpoints.callback import checkpoints_of
 from project.data.values import Digests
-from project.proof.plan import Facts
 from project.resume.attributes import values
 from project.step.evaluation import loaders_of
 from project.step.state import micro_batch, step_state
@@ -117,13 +116,13 @@ class Recorder(Callback):
             self._strike(trainer, "validation")
 
 
-def _facts(trainer: Trainer, module: LightningModule) -> Facts:
+def _facts(trainer: Trainer, module: LightningModule) -> dict[str, object]:
     """Returns the facts about a configuration that its first micro-batch shows."""
     order, batch = micro_batch(trainer).order, typed(trainer).global_batch
     return {
         "micro_batch": None if batch is None else batch // trainer.world_size // trainer.accumulate_grad_batches,
         "samples": None if order is None else order.size,
-        "ends": order is not None and order.tail == "keep",
+        "ends": order is not None and order.tail == "keep",  # an epoch may end with a shorter step
         "automatic": module.automatic_optimization,
         "validates": bool(trainer.enable_validation),
         "gpus": torch.cuda.device_count() if module.device.type == "cuda" else None,

@@ -70,7 +70,7 @@ def test_micro_batches_made_together_are_those_made_alone(size, micro_batch, sha
     data = InMemory(torch.arange(size, dtype=torch.uint8).repeat(3, 1).T.reshape(size, 3, 1, 1), torch.arange(size))
     for rank in range(world_size):
         keys, batches = MicroBatchSampler(order, rank, world_size), MicroBatches(data, order)
-        for key, batch in zip(keys, MicroBatchLoader(keys, 0, {}, batches), strict=True):
+        for key, batch in zip(keys, MicroBatchLoader(keys, 0, {}, dataset=batches), strict=True):
             alone = batches[key]
             assert batch.keys() == alone.keys()
             assert batch["sample"].tolist() == alone["sample"].tolist() == batch["label"].tolist()
@@ -79,7 +79,7 @@ def test_micro_batches_made_together_are_those_made_alone(size, micro_batch, sha
 
 def test_small_images_are_made_for_many_micro_batches_at_once():
     data, order = Counting(1040, image_size=8), Order(1040, 16, 1, seed=0)
-    assert len([*MicroBatchLoader(MicroBatchSampler(order, 0, 1), 0, {}, MicroBatches(data, order))]) == 65
+    assert len([*MicroBatchLoader(MicroBatchSampler(order, 0, 1), 0, {}, dataset=MicroBatches(data, order))]) == 65
     assert data.calls == 3  # a first one, to see how large they are, and two of 32
 
 
@@ -104,10 +104,10 @@ class Torn(OneByOne):
 def test_an_image_that_can_not_be_read_stops_or_is_skipped_and_listed(workers):
     order = Order(10, 5, 1, None)
     keys, unread = MicroBatchSampler(order, 0, 1), {}
-    loader = MicroBatchLoader(keys, 0, unread, MicroBatches(Torn("tensor"), order, skips=True), num_workers=workers)
+    loader = MicroBatchLoader(keys, 0, unread, dataset=MicroBatches(Torn("tensor"), order, skips=True), num_workers=workers)
     first, _ = loader
     assert first["image"][:, 0, 0, 0].tolist() == [0, 1, 2, 5, 5]
     assert first["sample"].tolist() == [0, 1, 2, 3, 4]
     assert [one.partition(" can't")[0] for one in unread] == [f"Sample {n} of the train set (Torn)" for n in (3, 4)]
     with pytest.raises(ValueError, match=r"Sample 3 of the train set \(Torn\) can't be read"):
-        [*MicroBatchLoader(keys, 0, {}, MicroBatches(Torn("tensor"), order), num_workers=workers)]
+        [*MicroBatchLoader(keys, 0, {}, dataset=MicroBatches(Torn("tensor"), order), num_workers=workers)]
