@@ -71,6 +71,9 @@ class _Builder(ParserJsonschema):
             del schema["default"]
         return schema
 
+    def set_dest(self, schema: Schema, dest: str, dest_schema: Schema, required: bool, descriptions: Schema) -> None:
+        super().set_dest(schema, dest, dest_schema, False, descriptions)
+
     def class_parser_schema(self, class_type: type | str, action: object, description: str | None = None) -> Schema:
         """Returns the schema of a class's arguments; of another library's settings, which may have a process's number, none."""
         path = class_type if isinstance(class_type, str) else f"{class_type.__module__}.{class_type.__qualname__}"
@@ -110,26 +113,10 @@ def document() -> Schema:
         "title": "A training run",
         "type": "object",
         "additionalProperties": False,
-        "properties": _without_required(keys),
-        "$defs": _without_required(definitions),
+        "properties": keys,
+        "$defs": definitions,
         "x-verbs": own,
     }
-
-
-def _without_required(node: Schema) -> Schema:
-    """Returns a part of the schema in which nothing but a class path is required: a YAML may stand on another."""
-    whole = {
-        key: _without_required(value)
-        if isinstance(value, dict)
-        else [_without_required(item) if isinstance(item, dict) else item for item in value]
-        if isinstance(value, list)
-        else value
-        for key, value in node.items()
-    }
-    if isinstance(whole.get("required"), list):
-        del whole["required"]
-        whole |= {"required": ["class_path"]} if "class_path" in whole.get("properties", {}) else {}
-    return whole
 
 
 def _parsers(own: bool) -> Schema:
