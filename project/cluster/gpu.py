@@ -40,6 +40,11 @@ class Nvml:
         except (self._nvml.NVMLError, AttributeError):  # an older driver, or an older nvidia-ml-py
             return None
 
+    def watts(self, name: str) -> float | None:
+        """Returns a power of which NVML tells the milliwatts."""
+        power = self.ask(name)
+        return None if power is None else power / 1e3
+
     def links(self) -> list[int]:
         """Returns the state of each NVLink: 1 is up."""
         return [state for link in range(18) if (state := self.ask("nvmlDeviceGetNvLinkState", link)) is not None]
@@ -87,15 +92,13 @@ def health(nvml: Nvml) -> Health:
     errors, rows = ask("nvmlDeviceGetTotalEccErrors", 1, 0), ask("nvmlDeviceGetRemappedRows")  # uncorrected, since the start
     reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
     links = nvml.links()
-    power, most = ask("nvmlDeviceGetPowerUsage"), ask("nvmlDeviceGetEnforcedPowerLimit")  # milliwatts
-    clock, highest = ask("nvmlDeviceGetClockInfo", 1), ask("nvmlDeviceGetMaxClockInfo", 1)  # MHz, of its multiprocessors
     figures = {
         "uncorrected ECC errors": errors,
         "temperature": ask("nvmlDeviceGetTemperature", 0),
-        "power": power and power / 1000,
-        "power limit": most and most / 1000,
-        "clock": clock,
-        "highest clock": highest,
+        "power": nvml.watts("nvmlDeviceGetPowerUsage"),
+        "power limit": nvml.watts("nvmlDeviceGetEnforcedPowerLimit"),
+        "clock": ask("nvmlDeviceGetClockInfo", 1),  # MHz, of its multiprocessors
+        "highest clock": ask("nvmlDeviceGetMaxClockInfo", 1),
         "throttle reasons": reasons,
         "NVLinks": links and f"{sum(links)} of {len(links)}",
     }
@@ -127,15 +130,11 @@ class Telemetry(Nvml):
         """Returns the figures by the names of the metrics, in base units."""
         ask, links = self.ask, self.links()
         memory, use = ask("nvmlDeviceGetMemoryInfo"), ask("nvmlDeviceGetUtilizationRates")
-        power, most, clock = (
-            ask("nvmlDeviceGetPowerUsage"),
-            ask("nvmlDeviceGetEnforcedPowerLimit"),
-            ask("nvmlDeviceGetClockInfo", 1),
-        )
+        clock = ask("nvmlDeviceGetClockInfo", 1)
         errors = [ask("nvmlDeviceGetNvLinkErrorCounter", link, kind) for link in range(len(links)) for kind in range(3)]
         values = {
-            "power_watts": None if power is None else power / 1e3,
-            "power_limit_watts": None if most is None else most / 1e3,
+            "power_watts": self.watts("nvmlDeviceGetPowerUsage"),
+            "power_limit_watts": self.watts("nvmlDeviceGetEnforcedPowerLimit"),
             "clock_hertz": None if clock is None else clock * 1e6,
             "temperature_celsius": ask("nvmlDeviceGetTemperature", 0),
             "use_ratio": None if use is None else use.gpu / 100,

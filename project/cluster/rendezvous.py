@@ -48,9 +48,9 @@ class ToldByRankZero(SystemExit):
     """Raised when the rendezvous failed and rank 0 reports why: this rank ends in silence."""
 
 
-def reach(address: str, port: int, seconds: float) -> None:
-    """Returns once a server listens there; raises a ValueError that names the obstacle."""
-    here, end, pauses = host(), time.monotonic() + seconds, _pauses(0.2)
+def reach(address: str, port: int, seconds: float, longest: float = 0.2) -> None:
+    """Returns once a server listens there; raises a ValueError that names the obstacle. `longest`: seconds between looks."""
+    here, end, pauses = host(), time.monotonic() + seconds, _pauses(longest)
     while True:
         try:
             socket.create_connection((address, port), timeout=reachability.ATTEMPT).close()
@@ -104,24 +104,12 @@ def store_on_loopback(rank: int, port: int, timeout: timedelta) -> TCPStore:
     change what lies there, and torch's own would listen to every network that the host is in.
     """
     if rank > 0:
-        return store_at("127.0.0.1", port, timedelta(seconds=_wait_for_listener(port, timeout.total_seconds())))
+        reach("127.0.0.1", port, timeout.total_seconds(), 0.01)  # a TCPStore would try again only after up to a second
+        return store_at("127.0.0.1", port, timeout)
     _free(port)
     listening = socket.create_server(("127.0.0.1", port))
     port = listening.getsockname()[1]  # 0 was any that is free
     return TCPStore("127.0.0.1", port, None, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach())
-
-
-def _wait_for_listener(port: int, seconds: float) -> float:
-    """Waits until rank 0 listens: a TCPStore that comes too early tries again only after up to a second.
-
-    Returns the seconds that are left, 1 at least.
-    """
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            break
-        time.sleep(0.005)
-    return max(1.0, end - time.monotonic())
 
 
 def store_at(address: str, port: int, timeout: timedelta) -> TCPStore:
@@ -149,17 +137,15 @@ class Rendezvous:
         self.rank, self.size, self.seconds, self.noun = rank, size, seconds, noun
         self.address, self.port, self.expected = address, port, expected
         self._round = 0
-        listening = rank == 0 and not hosted
-        if listening:
-            _free(port)
-        else:
-            reach("127.0.0.1" if one_host and not hosted else address, port, seconds)
-        # Rank 0 need not know itself by the name that the others use.
         timeout = timedelta(seconds=seconds)
         if one_host and not hosted:
             store = store_on_loopback(rank, port, timeout)
-        else:
-            store = TCPStore("127.0.0.1" if listening else address, port, None, listening, timeout, wait_for_workers=False)
+        elif rank > 0 or hosted:
+            reach(address, port, seconds)
+            store = store_at(address, port, timeout)
+        else:  # rank 0 need not know itself by the name that the others use
+            _free(port)
+            store = TCPStore("127.0.0.1", port, None, True, timeout, wait_for_workers=False)
         # An agent's store outlives the ranks, and so may that of ranks which a supervisor ends, for a moment. Agents that join
         # later have started their ranks less often.
         starts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if hosted else "0"
