@@ -15,7 +15,9 @@ import yaml
 from project.errors import UserError
 from project.untrusted import read_yaml
 
-CONFIGS = Path(__file__).parent / "configs"  # in a wheel; beside the package in a checkout
+_PACKAGE = Path(__file__).parent
+CONFIGS = (_PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent) / "configs"
+"""The configs that come with the project: in the package of a wheel, and beside it in a checkout."""
 RUNS = "lightning_logs"
 _NAMED = 20  # runs in an error
 _LONGEST_NAME = 200  # characters of a run: a file system takes 255, and a folder beside it has more
@@ -61,8 +63,7 @@ def find(name: str, asking: Path | None) -> Path:
     """Finds a config beside the one that names it, from here, or one that comes with the project."""
     places = [asking.parent / name] if asking else [Path(name)]
     if not Path(name).is_absolute():
-        plain = name.removeprefix("configs/")
-        places += [CONFIGS / plain, CONFIGS.parent.parent / "configs" / plain]
+        places.append(CONFIGS / name.removeprefix("configs/"))
     for place in places:
         if place.is_file():
             return place.resolve()

@@ -21,11 +21,9 @@ Node = Mapping[str, Any]
 @cache
 def document() -> Node:
     """Returns the whole schema, which is the node of all keys."""
-    places = (CONFIGS / FILE, CONFIGS.parent.parent / "configs" / FILE)  # in a wheel, and in a checkout
-    for place in places:
-        if place.is_file():
-            return read_json(place)
-    raise UserError(f"There is no {places[0]}. HINT: python -m project schema > {places[0]}")
+    if not (place := CONFIGS / FILE).is_file():
+        raise UserError(f"There is no {place}. HINT: python -m project schema > {place}")
+    return read_json(place)
 
 
 def of_verb(verb: str) -> dict[str, Node]:

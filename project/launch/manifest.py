@@ -34,7 +34,7 @@ _DISK_SPEED = 100e6  # bytes a second, of a shared folder that others use, too
 _STEP = 60  # seconds for the step, or the batch of a validation, that a signal comes in
 _LEAST_GRACE = 120
 _OWN = ("--engine", "--nodes", "--gpus", "--cpus", "--image", "--claim", "--out", "--run")  # of the verb `manifest`
-_IN_IMAGE = (CONFIGS.resolve(), (CONFIGS.parent.parent / "configs").resolve())
+_IN_IMAGE = CONFIGS.resolve()
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def command(argv: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _config(path: Path, configs: dict[str, str]) -> str:
-    if path.resolve().parent in _IN_IMAGE:
+    if path.resolve().parent == _IN_IMAGE:
         return f"--config=configs/{path.name}"
     text = path.read_text()
     if not re.fullmatch(r"[-._a-zA-Z0-9]+", path.name) or configs.get(path.name) not in (None, text):
@@ -258,7 +258,7 @@ def _config(path: Path, configs: dict[str, str]) -> str:
     bases = (yaml.safe_load(text) or {}).get("base") or []
     for base in [bases] if isinstance(bases, str) else bases:
         beside = (path.parent / base).resolve()
-        if beside.is_file() and beside.parent not in _IN_IMAGE and base != beside.name:
+        if beside.is_file() and beside.parent != _IN_IMAGE and base != beside.name:
             raise UserError(
                 f"{path} stands on {base}, and both travel with the manifest, in one folder. HINT: put it beside {path}."
             )
