@@ -58,8 +58,6 @@ def activations(module: LightningModule, blocks: Sequence[str], batch: object, p
     """Returns the bytes that `training_step` keeps: as it is, and where only what goes into a block is kept and one block at a
     time is computed again. Each storage counts once, those of parameters and buffers don't. `module` and `batch` are fake.
     """
-    if not module.automatic_optimization:
-        raise NotImplementedError("the module takes its steps by itself, which it can't outside of a fit")
     own = [tensor.untyped_storage() for tensor in (*module.parameters(), *module.buffers())]
     not_counted = {id(storage) for storage in own}
     inputs: Storages = {}
@@ -79,13 +77,20 @@ def activations(module: LightningModule, blocks: Sequence[str], batch: object, p
     for name in blocks:
         block = module.get_submodule(name)
         block.forward = partial(inside, name, block.forward)
-    indexed = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     with FAKE, saved_tensors_hooks(partial(note, kept[""]), lambda tensor: tensor), precision.train_step_context():
-        module.training_step(batch, 0) if indexed else module.training_step(batch)
+        training_step(module, batch, 0)
     outside = kept.pop("", {})
     always = {**outside, **inputs}
     again = [_bytes({key: inside[key] for key in inside.keys() - always.keys()}) for inside in kept.values()]
     return _bytes(ChainMap(outside, *kept.values())), _bytes(always) + max(again, default=0)
+
+
+def training_step(module: LightningModule, batch: object, number: int) -> object:
+    """Calls the module's `training_step` outside of a fit."""
+    if not module.automatic_optimization:
+        raise NotImplementedError("the module takes its steps by itself, which it can't outside of a fit")
+    indexed = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    return module.training_step(batch, number) if indexed else module.training_step(batch)
 
 
 def _bytes(storages: Mapping[int, torch.UntypedStorage]) -> int:

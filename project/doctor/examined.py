@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -20,7 +19,7 @@ from project.cluster.environment import of_this_rank
 from project.data.dealing import Samples, SeededDataset, micro_batch_of
 from project.data.order import size_of
 from project.data.self_dealing import SelfDealing
-from project.doctor.activations import transferred
+from project.doctor.activations import training_step, transferred
 from project.step.data_ranks import shared_by
 from project.step.loaders import attached_for_fit
 from project.step.micro_batch import count_samples
@@ -91,15 +90,12 @@ class ExaminedRun:
 
     def compute(self, samples: int) -> None:
         """Puts a micro-batch of so many samples through the network and back."""
-        if not self.model.automatic_optimization:
-            raise NotImplementedError("the module takes its steps by itself, which it can't outside of a fit")
         batch = self.first_batch()
         if samples != count_samples(batch):
             batch = apply_to_collection(batch, Tensor, lambda value: value[:samples] if len(value.shape) else value)
-        indexed = is_param_in_hook_signature(self.model.training_step, "batch_idx", min_args=2)
         own = [self.device] if self.device.type == "cuda" else []  # and not the generators of all GPUs of this host
         with torch.random.fork_rng(own), self.trainer.precision_plugin.forward_context():
-            loss = self.model.training_step(batch, 1) if indexed else self.model.training_step(batch)
+            loss = training_step(self.model, batch, 1)
             loss = loss["loss"] if isinstance(loss, Mapping) else loss
             assert isinstance(loss, Tensor)
             loss.backward()

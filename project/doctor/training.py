@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from project.cluster import environment
+from project.cluster import environment, gpu
 from project.cluster.cgroups import field
 from project.doctor import network
 from project.doctor.findings import Examination, Finding, Trouble
@@ -102,9 +102,7 @@ def _peaks(this: Examination) -> tuple[float, float, float]:
     high, low = _peak(lambda: this.run.compute(many), device), _peak(lambda: this.run.compute(few), device)
     each = max(0.0, (high - low) / (many - few)) if many > few else 0.0
     if device.type == "cuda":
-        # What others hold of the device is not ours: what is free, and what torch has taken of it already.
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-        return max(0.0, high - each * many), each, free * _USABLE
+        return max(0.0, high - each * many), each, gpu.memory(device).left * _USABLE
     left = environment.limits(this.run.folder)["memory"] or 0
     return 0.0, each, left / this.run.processes + each * many
 
