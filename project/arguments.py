@@ -26,9 +26,9 @@ from project.survive.requeue import REQUEUE
 
 log = logging.getLogger(__name__)
 
-Plugin = Precision | ClusterEnvironment | CheckpointIO | LayerSync | str
 TypedPlugin = Precision | ClusterEnvironment | CheckpointIO | LayerSync
-"""Those that Lightning declares; it takes some names, too."""
+Plugin = TypedPlugin | str
+"""Lightning declares the first, and takes some names, too."""
 
 # The least that a number can mean; what Lightning refuses by itself, in words of its own, is not here.
 LEAST = {

@@ -44,12 +44,8 @@ def with_ours(
     Args:
         given: the user's callbacks.
         wanted: the kinds that may be left out, and are not.
-        nonfinite: what is done where a loss is not finite.
-        compression: how the ranks compress what they send each other.
-        exact: whether sums are exact.
-        fingerprints: whether checksums of the steps are written.
         records: whether the starts and stops are written.
-        ranks_differ: what is done where the weights of the ranks differ.
+        nonfinite, compression, exact, fingerprints, ranks_differ: the Trainer's arguments.
     """
     callbacks = _listed(given)
     for kind in wanted:

@@ -36,13 +36,7 @@ from project.cluster.place import host, restarts
 from project.data.self_dealing import SelfDealing
 from project.doctor.memory_forecast import report
 from project.errors import UserError
-from project.exact.checks import (
-    fix_threads,
-    guarded_property,
-    refuse_all_gather,
-    refuse_inexact_settings,
-    warn_of_hash_randomization,
-)
+from project.exact import checks
 from project.exact.logged import ExactResults
 from project.exact.metrics import ExactLogged
 from project.exact.step import ExactStep
@@ -209,9 +203,9 @@ class Trainer(TypedTrainer):
         )
         if exact:
             if self.is_global_zero:
-                warn_of_hash_randomization()
-            refuse_inexact_settings(kwargs, gradient_compression, self.strategy)
-            self.strategy.all_gather = refuse_all_gather  # type: ignore[method-assign]
+                checks.warn_of_hash_randomization()
+            checks.refuse_inexact_settings(kwargs, gradient_compression, self.strategy)
+            self.strategy.all_gather = checks.refuse_all_gather  # type: ignore[method-assign]
         elif self.world_size > 1:
             self.strategy.all_gather = partial(gather_evenly, self, self.strategy.all_gather)  # type: ignore[method-assign]
         if isinstance(self.strategy, Sharded):
@@ -240,7 +234,9 @@ class Trainer(TypedTrainer):
 
     # Asked several times a step, and Lightning's compares the letters of names.
     training = property(lambda self: self.state.stage is RunningStage.TRAINING, pl.Trainer.training.fset)  # type: ignore[attr-defined]
-    world_size, global_rank, num_training_batches = map(guarded_property, ("world_size", "global_rank", "num_training_batches"))
+    world_size, global_rank, num_training_batches = map(
+        checks.guarded_property, ("world_size", "global_rank", "num_training_batches")
+    )
 
     @property
     def skipped(self) -> bool | Tensor:
@@ -288,7 +284,7 @@ class Trainer(TypedTrainer):
             if isinstance(callback, Watchdog):
                 callback.start(self)
         if self._threads is not None and self.strategy.root_device.type == "cpu":
-            fix_threads(self._threads, self.exact)
+            checks.fix_threads(self._threads, self.exact)
         try:
             results = super()._run(model, *args, **kwargs)
         except Exception as error:

@@ -31,16 +31,12 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("first", metavar="A", help="a YAML file, or a run")
     parser.add_argument("second", metavar="B", help="another one")
     given = parser.parse_args(words)
-    return _show(given.first, given.second)
-
-
-def _show(first: str, second: str) -> int:
-    configs = [masked(filled(read(name))) for name in (first, second)]
+    configs = [masked(filled(read(name))) for name in (given.first, given.second)]
     changes = of_the_same_classes(differing([{k: v for k, v in config.items() if k not in _LEFT_OUT} for config in configs]))
     for key, (value, other) in likeliest_first(changes).items():
         show(f"{key}: {_text(value)} -> {_text(other)}")
     if not changes:
-        show(f"{first} and {second} say the same.")
+        show(f"{given.first} and {given.second} say the same.")
     return int(bool(changes))
 
 

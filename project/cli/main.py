@@ -58,7 +58,7 @@ from project.survive.recovery import Recovery
 from project.survive.requeue import listen_for_signals
 from project.tracebacks import Folded
 from project.trainer import Trainer
-from project.typed import callbacks_of
+from project.typed import Configuration, callbacks_of
 from project.untrusted import write_text
 from project.watch import loggers
 from project.watch.console import RankLogs, log_to, open_log
@@ -188,7 +188,7 @@ class ProjectCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         resolved = self.parser.dump(self.config, skip_link_targets=False, skip_none=False, format="yaml")
-        self.config_dump: dict[str, Any] = yaml.safe_load(resolved)[self.subcommand]
+        self.config_dump: Configuration = yaml.safe_load(resolved)[self.subcommand]
         if is_fork_server():
             self._fork_ranks()
         elif self.dry:
@@ -260,12 +260,12 @@ class ProjectCLI(LightningCLI):
         verbs = {"fit", *EVALUATING} - {"export"}  # which has another strategy
         return self.subcommand in verbs and sharded and wanted and not settings.get("doctor")
 
-    def instantiate_trainer(self, **kwargs: Any) -> Any:
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         settings = self.config[self.subcommand]
         root = Path(settings.trainer.default_root_dir or ".").absolute()
         self.folder = root / RUNS
         launch = detect()
-        self._saved: dict[str, Any] | None = None
+        self._saved: Configuration | None = None
         self._begun = self._open(root, launch) if launch.rank == 0 else None
         if launch.rank > 0 and self.subcommand in ("fit", *EVALUATING):
             self.config_init[self.subcommand].ckpt_path = None  # rank 0 tells
@@ -314,7 +314,7 @@ class ProjectCLI(LightningCLI):
             log.debug("Which settings are not the defaults can't be told: %s", error)
             return None
 
-    def _loggers(self, given: object, root: Path, rank: int) -> Any:
+    def _loggers(self, given: object, root: Path, rank: int) -> object:
         """Returns the TensorBoard logger, whose events the report needs, and the loggers that the YAML names.
 
         The dashboard is for training: an evaluation leaves nothing there, and has runs of its own in the other loggers.

@@ -57,13 +57,11 @@ def _write(names: Sequence[str], out: Path | None) -> int:
                     show(f"  {name:18} {text}")
         else:
             show("\n".join(_lines(histories)))
-        if len(histories) > 1:
             places = {history.folder.parent for history in histories}
             place = out or (places.pop() if len(places) == 1 else Path(RUNS)) / "compared.html"
             place.parent.mkdir(parents=True, exist_ok=True)
-            (Path.write_text if out else write_text)(
-                place, compared(histories, place.parent)
-            )  # a path that is named may be a pipe
+            write_page = Path.write_text if out else write_text  # a path that is named may be a pipe
+            write_page(place, compared(histories, place.parent))
             show(f"Side by side: {place}")
     except BrokenPipeError:  # nobody reads it any more
         raise
