@@ -231,6 +231,7 @@ class Trainer(TypedTrainer):
                 f"{launch.kind} started {launch.world_size} processes, and with trainer.strategy="
                 f"{kwargs.get('strategy')} each would train a copy of its own. HINT: set trainer.strategy=ddp."
             )
+        self.own_attributes = {*vars(self), *TypedTrainer.__annotations__}
 
     # Asked several times a step, and Lightning's compares the letters of names.
     training = property(lambda self: self.state.stage is RunningStage.TRAINING, pl.Trainer.training.fset)  # type: ignore[attr-defined]

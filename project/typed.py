@@ -55,6 +55,8 @@ class TypedTrainer(pl.Trainer):
     """Returns the host on which the launcher, where it knows, has put a rank."""
     shared_folder: bool
 
+    own_attributes: set[str]
+    """The names of those that Lightning or this project sets: others are the user's."""
     exact: bool
     """The run is the same to the last bit on any number of ranks."""
     step_state: "StepState"

@@ -2,14 +2,14 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
-from dataclasses import asdict
 from datetime import datetime
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from project.checkpoints.in_memory import CopyInterval, MemoryWriter
-from project.checkpoints.reading import Manifest, checkpoints_in, same_step, whole_manifest
+from project.checkpoints.reading import Manifest, checkpoints_in, memory_folder, same_step, whole_manifest
 from project.checkpoints.writing import (
     FileWriter,
     Lost,
@@ -33,9 +33,9 @@ from project.cluster.place import image
 from project.errors import UserError
 from project.sharded.shards import Split, split
 from project.step.logged import Flushes, TakesMeasurements, measurement_loggers
-from project.step.monitored import Scores, chosen_metric, is_better
+from project.step.monitored import chosen_metric, is_better
 from project.step.position import out_of_time, position, stopped_within_epoch
-from project.typed import StateDict, callbacks_of, typed
+from project.typed import callbacks_of, typed
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,8 @@ class Checkpoints(Checkpoint):
         self.before_save: list[Callable[[Trainer], None]] = []  # called before each save
         self.last: Path | None = None
         self.best: tuple[float, Path] | None = None
-        self._scores = Scores()
+        self._best_score: float | None = None
+        self._current_score: float | None = None
         self.failed: str | None = None  # why the last one could not be written
         self.seconds: float | None = None  # that the last one took
         self.by_default = False
@@ -142,8 +143,13 @@ class Checkpoints(Checkpoint):
             for path in checkpoints_in(self._folder):
                 if manifest := whole_manifest(path):
                     self._update_last_and_best(path, manifest)
+                    self._add_score(manifest.get("metrics", {}))
+            in_memory = memory_folder()  # where the last validation may be that of a checkpoint which was not finished
+            for path in checkpoints_in(in_memory) if in_memory else ():
+                self._add_score((whole_manifest(path) or {}).get("metrics", {}))
         if trainer.world_size > 1 and stage == "fit":  # which may have nothing to do
-            self._shared_best_path = trainer.strategy.broadcast(self.best_model_path)
+            known = self.best_model_path, self._best_score, self._current_score
+            self._shared_best_path, self._best_score, self._current_score = trainer.strategy.broadcast(known)
 
     def _put_other_run_aside(self) -> None:
         """Renames the folder of checkpoints: another run wrote them, which this one does not continue."""
@@ -160,6 +166,8 @@ class Checkpoints(Checkpoint):
         if trainer.is_global_zero and not trainer.global_step and not named and checkpoints_in(self._folder):
             self._put_other_run_aside()
         self._began_at = self._in_memory_at = trainer.global_step
+        if not trainer.global_step:  # what lies in the folder is another run's
+            self._best_score = self._current_score = None
         if not (self._replaces_ranks and trainer.global_step):
             # Now, and not when the run has been lost: could it resume from what would be saved?
             check(typed(trainer).resuming.dump_checkpoint(weights_only=False))
@@ -172,36 +180,33 @@ class Checkpoints(Checkpoint):
         return time.monotonic() - self._saved_time > 60 * self.every_n_minutes
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._validated = not trainer.sanity_checking
-        if self._validated:
-            self._add_score(trainer)
+        self._validated = trainer.state.fn == "fit" and not trainer.sanity_checking
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._add_score(trainer)  # also of a metric of the training
-
-    def _add_score(self, trainer: Trainer) -> None:
-        """Notes the metric's value now, on each rank: it does not depend on when the disk has taken the checkpoint."""
-        metrics = trainer.callback_metrics
+    def _add_score(self, metrics: Mapping[str, object]) -> None:
+        """Notes the metric's value, on each rank: what is read does not depend on when the disk has taken the checkpoint."""
         name, mode = chosen_metric(self.monitor, self.mode, metrics)
-        self._scores.add(name, mode, float(metrics[name]) if name in metrics else None)
-
-    def state_dict(self) -> StateDict:
-        return asdict(self._scores)
-
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        self._scores = Scores(**state_dict)
+        if (value := metrics.get(name or "")) is not None:
+            self._current_score = float(cast(float, value))
+            if is_better(self._current_score, self._best_score, mode):
+                self._best_score = self._current_score
 
     def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
         step = trainer.global_step
         self._log_cost(trainer)
         if self._validated or (self.every_n_steps and step and step % self.every_n_steps == 0):
             self.save(trainer)
-        if self._memory is None or step - self._in_memory_at < self._memory[1].steps or position(trainer).validation_due:
+        if self.interval and self.interval.steps and step - self._in_memory_at >= self.interval.steps:
+            self.copy_to_memory(trainer)
+
+    def copy_to_memory(self, trainer: Trainer) -> None:
+        """Copies the run's state into memory, between two steps. Called by all ranks at the same position."""
+        step = trainer.global_step
+        if self._memory is None or step == self._in_memory_at or position(trainer).validation_due:
             return
         self._in_memory_at = step
         writer, interval = self._memory
         if not writer.is_busy():
-            with interval.measured(step, trainer.strategy.root_device):
+            with interval.measured(trainer.strategy.root_device):
                 for prepare in self.before_save:
                     prepare(trainer)
                 writer.save(step, *self._state(trainer, finished=False), self._began_at)
@@ -275,12 +280,11 @@ class Checkpoints(Checkpoint):
 
     @property
     def current_score(self) -> torch.Tensor | None:
-        return None if self._scores.current is None else torch.tensor(self._scores.current)
+        return None if self._current_score is None else torch.tensor(self._current_score)
 
     @property
     def best_model_score(self) -> torch.Tensor | None:
-        best = self._scores.best
-        return None if best is None else torch.tensor(best)
+        return None if self._best_score is None else torch.tensor(self._best_score)
 
     @property
     def best_k_models(self) -> dict[str, torch.Tensor]:
@@ -312,6 +316,7 @@ class Checkpoints(Checkpoint):
                 return
         for prepare in self.before_save:
             prepare(trainer)
+        self._add_score(trainer.callback_metrics)
         self._validated = False
         self._saved_at, self._saved_time = (at.global_step, finished), time.monotonic()
         copied_before, self._before_validation = self._before_validation, None

@@ -8,10 +8,8 @@ Of a sharded network that can lose a host, each rank also keeps its part on the 
 
 import json
 import logging
-import math
 import shutil
 import time
-from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -35,38 +33,29 @@ log = logging.getLogger(__name__)
 
 _KEPT = 2  # states
 _SHARE = 0.01  # of the time, that copies may take
-_MEASURED = 3  # last copies by which the next ones are planned: one that was slow by chance is not among the fastest
-_MOST = 1_000_000  # steps
 
 
 class CopyInterval:
-    """Decides how many steps lie between two copies of the state: a given number, or as few as cost 1 % of the time."""
+    """Decides when the next copy is due: after a number of steps, or when the last one has cost 1 % of the time since then."""
 
     def __init__(self, steps: int | None) -> None:
-        """`steps`: None to measure what copies and steps take. The first copies are made after each step."""
-        self.steps = steps or 1
-        """All ranks go by the same number."""
-        self.wanted = self.steps
-        """The number by this rank's measurements."""
-        self._is_measured = steps is None
-        self._copies, self._steps = deque[float](maxlen=_MEASURED), deque[float](maxlen=_MEASURED)
-        self._last: tuple[int, float] | None = None  # the step of the last copy, and when it had been made
+        """`steps`: None to go by the time."""
+        self.steps = steps
+        self._cost, self._ended = 0.0, time.monotonic()  # seconds of the last copy, and when it had been made
+
+    def is_due(self, ahead: float, begins: bool) -> bool:
+        """Returns whether, in so many seconds, this rank has the time for a copy. `begins`: one begins now."""
+        elapsed = 0.0 if begins else time.monotonic() - self._ended
+        return self.steps is None and elapsed + ahead >= self._cost / _SHARE
 
     @contextmanager
-    def measured(self, step: int, device: torch.device) -> Iterator[None]:
-        """Measures a copy that is made within this context, and the steps since the last one."""
-        if self._is_measured and device.type != "cpu":
+    def measured(self, device: torch.device) -> Iterator[None]:
+        """Measures a copy that is made within this context."""
+        if self.steps is None and device.type != "cpu":
             torch.accelerator.synchronize(device)  # its work of the step before is not the copy's
-        began = time.monotonic()
+        began = time.thread_time()  # without the waiting for other ranks
         yield
-        if self._is_measured:
-            now = time.monotonic()
-            self._copies.append(now - began)
-            if self._last is not None and step > self._last[0]:
-                self._steps.append((began - self._last[1]) / (step - self._last[0]))
-            self._last = step, now
-            if len(self._copies) == _MEASURED and self._steps:
-                self.wanted = min(_MOST, max(1, math.ceil(min(self._copies) / (_SHARE * max(min(self._steps), 1e-6)))))
+        self._cost, self._ended = time.thread_time() - began, time.monotonic()
 
 
 class MemoryWriter:

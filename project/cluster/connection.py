@@ -78,8 +78,11 @@ def connect_on_loopback(trainer: TypedTrainer) -> None:
     """
     use_loopback()
     attempt = restarts()
-    if dist.is_initialized() or (_is_hosted() and not attempt):
+    if dist.is_initialized():
         return
+    atexit.register(disconnect)
+    if _is_hosted() and not attempt:
+        return  # Lightning connects them
     strategy = _strategy(trainer)
     assert strategy.cluster_environment is not None
     rank, port, timeout = strategy.local_rank, strategy.cluster_environment.main_port, strategy._timeout or default_pg_timeout
@@ -133,5 +136,5 @@ def disconnect() -> None:
     of gloo's that outlives Python may abort the process.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    close_connections()
+    close_connections(10 if dist.is_initialized() and "nccl" in dist.get_backend() else 2)
     signal.signal(signal.SIGINT, signal.SIG_DFL)

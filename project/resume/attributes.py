@@ -5,8 +5,9 @@ import itertools
 import random
 import sys
 from collections import Counter, deque
-from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterator, Mapping
 from functools import cache
+from inspect import getattr_static
 from types import FunctionType, GeneratorType, ModuleType
 
 import numpy as np
@@ -17,28 +18,10 @@ from torchmetrics import MeanMetric, Metric
 
 from project.data.values import CACHED, Digests, is_in_a_library, is_of_a_library
 from project.step.evaluation import loaders_of
-from project.typed import StateDict, TypedTrainer, typed
+from project.typed import StateDict, typed
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-
-def _names_in(kinds: Iterable[object]) -> set[str]:
-    """Returns the names of attributes that the code of classes or functions uses."""
-    names = set[str]()
-    for kind in kinds:
-        methods = [*vars(kind).values()] if isinstance(kind, type) else [kind]
-        codes = [getattr(method, "fget", method) for method in methods]
-        names.update(*(code.__code__.co_names for code in codes if isinstance(code, FunctionType)))
-    return names
-
-
-_OF_TRAINERS = _names_in(
-    value
-    for name, module in [*sys.modules.items()]
-    if name.startswith(("lightning.pytorch.trainer", "lightning.pytorch.loops", "lightning.pytorch.strategies"))
-    for value in vars(module).values()
-) | {*TypedTrainer.__annotations__}
-"""What a user hangs on a trainer has another name."""
 _OF_LIGHTNING = {*vars(LightningModule()), *vars(LightningDataModule()), "_dtype", "_device", "_metric_attributes"}
 _OF_OPTIMIZERS = {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)), "step", "param_groups", "state"}
 _STANDARD = (
@@ -89,7 +72,7 @@ def changed_attributes(trainer: Trainer, before: Attributes) -> dict[tuple[str, 
 
 def moved_attributes(trainer: Trainer, before: Attributes, checkpoint: StateDict) -> tuple[dict[str, bytes], dict[str, bytes]]:
     """Returns digests of the attributes that have changed since `before`: of those that a checkpoint of now does not hold, and
-    of those that it holds.
+    of those of callbacks that their own states hold.
     """
     moved = changed_attributes(trainer, before)
     if not moved:  # what is saved may be large, and is looked at for these alone
@@ -107,8 +90,13 @@ def moved_attributes(trainer: Trainer, before: Attributes, checkpoint: StateDict
     known = {type(callback).__name__: digests.within(states_of.get(callback.state_key)) for callback in callbacks}
     unsaved, held = dict[str, bytes](), dict[str, bytes]()
     for (owner, attribute), digest in moved.items():
-        holds = known.get(owner.partition(" ")[0], saved)
-        (unsaved if holds is not None and digest not in holds else held)[f"{owner}.{attribute}"] = digest
+        kind = owner.partition(" ")[0]
+        if (holds := known.get(kind, saved)) is None:
+            continue
+        if digest not in holds:
+            unsaved[f"{owner}.{attribute}"] = digest
+        elif kind in known:  # elsewhere an equal number may be that of another
+            held[f"{owner}.{attribute}"] = digest
     return unsaved, held
 
 
@@ -154,7 +142,8 @@ def _values(owner: object) -> dict[str, object]:
         aside = aside | _OF_METRICS | {*owner.metric_state}
 
     def is_method(name: str, value: object) -> bool:  # which others put there
-        return callable(value) and callable(getattr(type(owner), name, None)) and not isinstance(value, CACHED)
+        of_class = getattr_static(type(owner), name, None)
+        return callable(value) and (callable(of_class) or isinstance(of_class, classmethod)) and not isinstance(value, CACHED)
 
     return {
         name: value
@@ -205,12 +194,12 @@ def _layers(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
 def _attached(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Yields what users have hung on objects of others: the trainer, torch's optimisers, parameters."""
     module, number = trainer.lightning_module, 0
-    owners: list[tuple[str, object, Container[str]]] = [("Trainer", trainer, _OF_TRAINERS)]
+    owners: list[tuple[str, object, Container[str]]] = [("Trainer", trainer, typed(trainer).own_attributes)]
     for optimizer in trainer.optimizers:
         if is_of_a_library(type(optimizer)):
             number += 1
             name = f"{type(optimizer).__name__}{f' {number}' if number > 1 else ''}"
-            owners.append((name, optimizer, _OF_OPTIMIZERS | _names_in(type(optimizer).__mro__)))
+            owners.append((name, optimizer, _OF_OPTIMIZERS))
     owners += [(_name(module, path), parameter, ()) for path, parameter in module.named_parameters()]
     for name, owner, aside in owners:
         yield name, {key: value for key, value in vars(owner).items() if key not in aside and not key.startswith("_")}

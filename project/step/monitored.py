@@ -1,7 +1,6 @@
 """Names the metrics by which a run is judged. Imports nothing heavy."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 _DEFAULT_METRICS = {"val/acc": "max", "val_acc": "max", "val/loss": "min", "val_loss": "min"}
@@ -55,21 +54,3 @@ def is_better(value: float, best: float | None, mode: str) -> bool:
     if best is None or best != best:
         return value == value
     return value > best if mode == "max" else value < best
-
-
-@dataclass
-class Scores:
-    """Holds the last and the best value of a metric."""
-
-    metric: str | None = None
-    mode: str = "max"
-    current: float | None = None
-    best: float | None = None
-
-    def add(self, metric: str | None, mode: str, value: float | None) -> None:
-        """Adds a value. Of another metric, or another mode, it is the first one."""
-        if (metric, mode) != (self.metric, self.mode):
-            self.metric, self.mode, self.best = metric, mode, None
-        self.current = value
-        if value is not None and is_better(value, self.best, mode):
-            self.best = value

@@ -58,6 +58,7 @@ class StopTogether(Callback):
         self._pause = 0  # steps until the ranks compare notes again; all count alike
         self._stale = True  # how long a step takes is not known, or of another phase
         self._last, self._since = time.monotonic(), 0
+        self._compared = time.monotonic()
         self._shared_batches = 0.0  # batches of this evaluation that all ranks still have
         self._grace_period: tuple[float, str] | None = None
 
@@ -70,26 +71,22 @@ class StopTogether(Callback):
         if trainer.world_size > 1 and dist.is_initialized():  # a strategy may connect its ranks in another way
             self._group.make()
 
-    def _compare(self, trainer: Trainer, checkpoints: Checkpoints | None) -> tuple[int, bool, bool]:
+    def _compare(self, trainer: Trainer, checkpoints: Checkpoints | None) -> tuple[int, bool, bool, bool]:
         """Returns the signal that any rank had noted at the last step, or 0; whether any rank's clock calls for a save; whether
-        any rank requests the action.
+        any rank requests the action; whether all ranks have the time for a copy in memory.
         """
         is_wanted = self._action is not None and self._action.is_wanted(trainer)
         own = (int(self.signals.noted or 0), checkpoints is not None and checkpoints.overdue, is_wanted)
         interval = checkpoints.interval if checkpoints is not None else None
         if (group := self._group()) is None:
-            if interval is not None and trainer.world_size == 1:
-                interval.steps = interval.wanted
-            return own
-        last = (0, False, False)
+            return *own, interval is not None and interval.is_due(ahead=0.0, begins=False)
+        last = (0, False, False, False)
         self._since += 1
         if self._exchange is not None:
             self._exchange.wait()
             self._exchange = None
-            number, overdue, is_wanted, steps, copied_every = self._notes.tolist()
-            last = (number, bool(overdue), bool(is_wanted))
-            if interval is not None:
-                interval.steps = copied_every
+            number, overdue, is_wanted, no_time, steps = self._notes.tolist()
+            last = (number, bool(overdue), bool(is_wanted), not no_time)
             self._pause = 0 if self._stale else -steps - 1
         if self._pause:
             self._pause -= 1
@@ -97,8 +94,10 @@ class StopTogether(Callback):
             self._stale = False
             # The largest of the ranks' numbers is what all go by: of the steps to pass, negative here, the fewest.
             # Where all are about to save, or to answer, those have had their say.
-            wanted = interval.wanted if interval is not None else 0
-            notes = (own[0], own[1] and not last[1], own[2] and not last[2], -self._steps_per_interval(), wanted)
+            now = time.monotonic()
+            no_time = interval is None or not interval.is_due(ahead=now - self._compared, begins=last[3])
+            self._compared = now
+            notes = (own[0], own[1] and not last[1], own[2] and not last[2], no_time, -self._steps_per_interval())
             for place, note in enumerate(notes):
                 self._notes[place] = note
             self._exchange = dist.all_reduce(self._notes, dist.ReduceOp.MAX, group=group, async_op=True)
@@ -160,11 +159,13 @@ class StopTogether(Callback):
     def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if (checkpoints := checkpoints_of(trainer)) is not None:
             self._warn_of_short_grace_period(checkpoints.seconds)
-        number, overdue, any_wants_action = self._compare(trainer, checkpoints)
+        number, overdue, any_wants_action, has_time = self._compare(trainer, checkpoints)
         if number:
             self._stop(trainer, number)
         if overdue and checkpoints:
             checkpoints.save(trainer)
+        if has_time and checkpoints:
+            checkpoints.copy_to_memory(trainer)
         if any_wants_action and self._action is not None:
             self._action.begin_on_all_ranks(trainer, self._group())
 

@@ -31,8 +31,8 @@ class Recovery(Callback):
     Args:
         restarts: how often the ranks are started again; with 0 a lost rank ends the run. Under plain Python,
             torchrun, srun and Ray.
-        every_n_steps: optimiser steps between two copies of the run's state in memory; 'auto' makes as many copies as take 1 %
-            of the time: after each step, where steps are long. None leaves it to the checkpoints on disk.
+        every_n_steps: optimiser steps between two copies of the run's state in memory; 'auto' makes one when the last has cost
+            less than 1 % of the time since then: after each step, where steps are long. None leaves it to the disk.
         strikes: don't use a host again that has lost ranks so many times within an hour, where the engine can do without it
             (scripts/launch.sh with NNODES=MIN:MAX, Slurm's requeue, Ray); the log names others.
     """
@@ -40,7 +40,7 @@ class Recovery(Callback):
     def __init__(self, restarts: int = 0, every_n_steps: int | Literal["auto"] | None = "auto", strikes: int = STRIKES) -> None:
         if restarts < 0:
             raise UserError(f"recover.restarts is 0 at least, and not {restarts}.")
-        if isinstance(every_n_steps, int) and every_n_steps < 1:
+        if every_n_steps not in ("auto", None) and not (isinstance(every_n_steps, int) and every_n_steps >= 1):
             raise UserError(f"recover.every_n_steps is 1 at least, and not {every_n_steps}. HINT: null for never.")
         if strikes < 1:
             raise UserError(f"recover.strikes is 1 at least, and not {strikes}.")

@@ -340,31 +340,21 @@ def test_losses_are_counted_by_the_progress_in_between():
     assert losses.add(killed, "step-6") == "It was restarted 4 times (recover.restarts)"
 
 
-def test_copies_in_memory_are_as_many_as_cost_a_hundredth_of_the_time(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    by_cost, given = CopyInterval(None), CopyInterval(4)
-
-    def copy(step: int, seconds: float) -> None:
-        nonlocal now
-        for interval in (by_cost, given):
-            with interval.measured(step, torch.device("cpu")):
-                now += seconds / 2
-
-    copy(1, 3.0)
-    now += 60.0  # the second step compiles
-    copy(2, 0.5)
-    now += 2.0
-    assert (by_cost.steps, by_cost.wanted) == (1, 1)  # too few to know
-    copy(3, 0.1)
-    assert by_cost.wanted == 3  # 50 ms, of 2 s
-    now += 3 * 2.0
-    copy(6, 9.0)  # once, by chance
-    assert by_cost.wanted == 3
-    now += 20.0
-    copy(7, 0.02)
-    assert by_cost.wanted == 1
-    assert given.wanted == given.steps == 4
+def test_a_copy_in_memory_is_due_when_the_last_one_has_cost_a_hundredth_of_the_time(monkeypatch):
+    clocks = {"monotonic": 0.0, "thread_time": 0.0}
+    for clock in clocks:
+        monkeypatch.setattr(time, clock, lambda clock=clock: clocks[clock])
+    interval, given = CopyInterval(None), CopyInterval(4)
+    assert interval.is_due(ahead=0.0, begins=False)
+    with interval.measured(torch.device("cpu")):
+        clocks["monotonic"] += 5.0  # of which others made it wait for most
+        clocks["thread_time"] += 0.02
+    assert not interval.is_due(ahead=1.0, begins=False)
+    assert interval.is_due(ahead=2.5, begins=False)
+    clocks["monotonic"] += 1.5
+    assert interval.is_due(ahead=1.0, begins=False)
+    assert not interval.is_due(ahead=1.0, begins=True)
+    assert not given.is_due(ahead=1000.0, begins=False)
 
 
 def test_the_newest_state_in_memory_is_resumed_from_and_steps_are_few(tmp_path):
