@@ -106,7 +106,6 @@ class Curves:
         self._folder, self._most = folder, most
         self._curves: dict[str, _Curve] = {}
         self._done: dict[str, int] = {}  # bytes of each file
-        self._lengths: dict[bytes, int] = {}  # that headers of records give, whose checksums are right
         self.pictures: dict[str, Picture] = {}
         """The newest of each tag."""
         self.starts: list[tuple[float, int]] = []
@@ -145,10 +144,8 @@ class Curves:
         """Yields the complete records up to the first damaged one."""
         size = file.seek(0, 2)
         at = file.seek(self._done.setdefault(name, 0))
-        known = self._lengths
         while len(header := file.read(_HEADER.size)) == _HEADER.size:
-            length = known.get(header)
-            if length is None and (length := self._length(header)) is None:
+            if (length := _length(header)) is None:
                 return
             at += _HEADER.size + length + 4
             if at > size:
@@ -158,17 +155,6 @@ class Curves:
                 yield file.read(length + 4)[:-4]
             else:
                 file.seek(at)
-
-    def _length(self, header: bytes) -> int | None:
-        """Returns the length of a record, if its checksum is right, and keeps it: few are common, and a checksum takes long."""
-        from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
-
-        length, checksum = _HEADER.unpack(header)
-        if masked_crc32c(header[:8]) != checksum:
-            return None
-        if len(self._lengths) < _TAGS:
-            self._lengths[header] = length
-        return int(length)
 
     def _add(self, event: Any) -> None:
         step, time = event.step, event.wall_time
@@ -203,7 +189,16 @@ class Curves:
             self.pictures[tag] = picture
 
 
-@lru_cache(_TAGS)
+@lru_cache
+def _length(header: bytes) -> int | None:
+    """Returns the length of a record, if its checksum is right. Few are common, and a checksum takes long."""
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+    length, checksum = _HEADER.unpack(header)
+    return int(length) if masked_crc32c(header[:8]) == checksum else None
+
+
+@lru_cache
 def _own_tag(tag: str) -> str:
     own = tag.removeprefix(ASIDE)
     return own if board_tag(own) == tag else tag

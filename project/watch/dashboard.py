@@ -26,6 +26,7 @@ from project.step.epoch_loop import add_callback
 from project.step.gradients import gradient_norm
 from project.step.logged import measurement_loggers
 from project.step.optimizers import is_fused
+from project.tracebacks import title
 from project.typed import callbacks_of, typed
 from project.untrusted import dump_yaml
 from project.watch.charts import HEALTH, OF_RANKS, SPEED
@@ -134,8 +135,7 @@ class Dashboard(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._open:  # else it failed in its first step
             stopped = isinstance(exception, (KeyboardInterrupt, SystemExit))
-            lines = str(exception).strip().splitlines() or [""]
-            why = masked_text(f"{type(exception).__name__}: {lines[0]}")[:_LONGEST]
+            why = masked_text(title(exception))[:_LONGEST]
             self._end(trainer, 0 if stopped else -1, "stopped" if stopped else f"failed: {why}")
 
     def _end(self, trainer: Trainer, outcome: int, text: str) -> None:

@@ -35,10 +35,6 @@ def direction(tag: str, history: History) -> str | None:
     """Returns 'min' or 'max', whichever is better for a metric; None where neither its name nor the run tells."""
     if history.monitored and history.monitored[0] == tag:
         return history.monitored[1]
-    known = history.lives[-1].known if history.lives else {}
-    for place in (known, history.config.get("checkpoints")):
-        if isinstance(place, Mapping) and place.get("monitor") == tag and place.get("mode") in ("min", "max"):
-            return str(place["mode"])
     return "min" if _LOWER.search(tag) else "max" if _HIGHER.search(tag) else None
 
 

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
-from itertools import accumulate
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -184,17 +183,9 @@ class History:
         """Returns the seconds that the run was alive, over all its lives."""
         return sum(life.seconds for life in self.lives)
 
-    @cached_property
-    def _clock(self) -> tuple[list[float], list[float]]:
-        """Returns when each life was over, and how long the ones before it had lasted."""
-        ends = [*accumulate((life.end for life in self.lives), max)]
-        return ends, [0.0, *accumulate(life.seconds for life in self.lives)]
-
     def hours(self, time: float) -> float:
         """Returns the hours of life until a moment."""
-        ends, past = self._clock
-        at = bisect_left(ends, time)
-        return (past[at] + (max(0.0, time - self.lives[at].time) if at < len(ends) else 0.0)) / 3600
+        return sum(max(0.0, min(time, life.end) - life.time) for life in self.lives) / 3600
 
     def recent_median(self, tag: str) -> float | None:
         """Returns the median of a curve's last values in the last life in which speed was measured."""
@@ -290,10 +281,8 @@ def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
                 end_step = life.step if step is None else max(life.step, as_count(step))
                 life.end, life.state, life.why, life.end_step = time, entry["state"], why, end_step
                 life.cut_off = step is None or life.state == "killed"  # a warden's step is up to a second old
-                life.where, life.traceback = (
-                    as_text(entry.get("where", ""), LONGEST_CAUSE),
-                    as_text(entry.get("traceback", ""), _TRACEBACK),
-                )
+                life.where = as_text(entry.get("where", ""), LONGEST_CAUSE)
+                life.traceback = as_text(entry.get("traceback", ""), _TRACEBACK)
                 life.moment = as_text(entry.get("moment", life.moment))
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # half a line, which a kill or a full disk has left; or somebody else's

@@ -21,6 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from project.cluster.place import host
 from project.errors import UserError
 from project.masking import masked_text
+from project.tracebacks import title
 from project.typed import typed
 from project.watch import notifier
 from project.watch.history import FILE
@@ -105,16 +106,12 @@ class Notify(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Passes on the cause of a failure, in case the run has not begun to train: no file has a record of it then."""
-        lines = str(exception).strip().splitlines() or [""]
-        self._tell(masked_text(f"{type(exception).__name__}: {lines[0]}")[:_LONGEST])
+        self._tell(masked_text(title(exception))[:_LONGEST])
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Waits a moment for the last message, when the run is over."""
+        self._tell("ended")
         process, self._process = self._process, None
         if process is not None:
-            if process.stdin is not None:
-                with suppress(OSError):
-                    process.stdin.write(b"ended\n")
-                    process.stdin.close()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_DELIVERY)
+            with suppress(OSError, subprocess.TimeoutExpired):
+                process.communicate(timeout=_DELIVERY)  # which closes its input first

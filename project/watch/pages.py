@@ -59,8 +59,6 @@ _PAGES.filters |= {
     "link": lambda path: quote(path),
     "shell": shlex.quote,
     "python": lambda text: json.dumps(text, ensure_ascii=False),
-}
-_PAGES.filters |= {
     "short_key": lambda name: ".".join(name.replace(".init_args", "").split(".")[-2:]),
     "png": lambda content: f"data:image/png;base64,{b64encode(content).decode()}",
     "breakable": lambda name: Markup("<wbr>").join(re.split(r"(?<=[./_])", name)),  # a dotted name

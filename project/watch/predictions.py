@@ -12,16 +12,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 from project.step.data_ranks import data_ranks
-from project.typed import typed
+from project.typed import callbacks_of, typed
 from project.untrusted import replacing
 
 log = logging.getLogger(__name__)
 
 _COLUMNS = ("sample", "label", "confidence")
-
-
-def _has_writer(trainer: Trainer) -> bool:
-    return any(isinstance(callback, BasePredictionWriter) for callback in typed(trainer).callbacks)
 
 
 class PredictionWriter(Callback):
@@ -56,7 +52,7 @@ class PredictionWriter(Callback):
                 writer.writerow(columns)
                 writer.writerows((s, c, f"{p:.4f}", file)[: len(columns)] for s, c, p, file in rows)
             log.info("Predictions: %s", path)
-        elif trainer.is_global_zero and typed(trainer).configuration and not _has_writer(trainer):
+        elif trainer.is_global_zero and typed(trainer).configuration and not callbacks_of(trainer, BasePredictionWriter):
             log.warning(
                 "What predict_step returns is written nowhere: a table needs sample, label and confidence, which it lacks. "
                 "HINT: a BasePredictionWriter in trainer.callbacks writes it; Python's trainer.predict() returns it."

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from project.errors import UserError
 from project.untrusted import printable, write_text
 from project.watch.charts import COLOURS, HEALTH, OF_RANKS, SPEED, Chart, Line, Mark
-from project.watch.curves import Point
+from project.watch.curves import Picture, Point
 from project.watch.figures import best, did_not_learn, direction, learning_rates, metrics
 from project.watch.goodput import goodput
 from project.watch.history import (
@@ -164,13 +164,13 @@ def _verdict(history: History) -> dict[str, str]:
     return {name: printable(text, _LONGEST) for name, text in texts.items() if isinstance(text, str) and text}
 
 
-def _pictures(history: History) -> dict[str, tuple[int, bytes]]:
+def _pictures(history: History) -> dict[str, Picture]:
     """Returns the newest pictures, as many as a page should have."""
     shown, room = {}, _PICTURES
     for tag, picture in sorted(history.pictures.items()):
         room -= len(picture.png)
         if room >= 0:
-            shown[tag] = (picture.step, picture.png)
+            shown[tag] = picture
     return shown
 
 

@@ -89,16 +89,12 @@ def _ends(history: History, tag: str) -> tuple[Point | None, Point | None]:
     return (history.curves[tag][-1] if tag in history.curves else None), best(history, tag)
 
 
-def _values(history: History, tag: str) -> tuple[float | None, ...]:
-    return tuple(point and point.value for point in _ends(history, tag))
-
-
 def _has_column(tag: str, histories: Sequence[History]) -> bool:
     """Returns whether a metric differs between runs, and is not logged by epoch, too, in all of them: an epoch's mean has
     less noise, and the table has room for one of both.
     """
     by_epoch = all(f"{tag}_epoch" in history.curves for history in histories if tag in history.curves)
-    return not by_epoch and len({_values(history, tag) for history in histories}) > 1
+    return not by_epoch and len({tuple(point and point.value for point in _ends(history, tag)) for history in histories}) > 1
 
 
 def _is_nested(value: object) -> bool:

@@ -31,6 +31,7 @@ from project.cluster.group import Group
 from project.cluster.place import MEMORY, host, short
 from project.errors import UserError
 from project.step.data_ranks import data_ranks
+from project.step.ddp import all_gather_objects
 from project.step.logged import measurement_loggers
 from project.step.state import ends_step, micro_batch
 from project.typed import typed
@@ -153,9 +154,7 @@ class Throughput(Callback):
         if trainer.world_size > 1:
             if dist.get_backend() != "gloo":
                 self._group.make()  # on the host, beside what the GPUs send each other
-            hosts = [""] * trainer.world_size
-            dist.all_gather_object(hosts, host(), group=self._group())
-            self._stragglers = Stragglers(hosts, self._steps)
+            self._stragglers = Stragglers(all_gather_objects(host(), trainer.world_size, self._group()), self._steps)
             # Which gradient comes last, the first step shows: each says when it is there.
             self._hook(*(parameter for parameter in pl_module.parameters() if parameter.requires_grad))
 
