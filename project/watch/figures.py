@@ -46,8 +46,7 @@ def common_direction(tag: str, histories: Sequence[History]) -> str | None:
 def best(history: History, tag: str) -> Point | None:
     """Returns the best point of a metric."""
     better = direction(tag, history)
-    points = [point for point in history.curves.get(tag, ()) if math.isfinite(point.value)]
-    return best_point(points, better) if better else None
+    return best_point(history.curves.get(tag, ()), better) if better else None
 
 
 def metrics(histories: Sequence[History]) -> list[str]:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -457,8 +457,8 @@ def monitored_curve(life: Life, curves: Iterable[str]) -> tuple[str, str] | None
 
 
 def best_point(points: Sequence[Point], mode: str) -> Point | None:
-    """Returns the point with the highest value, or the lowest; of equals, the first. NaN is none."""
-    finite = [point for point in points if point.value == point.value]
+    """Returns the point with the highest value, or the lowest; of equals, the first. What is not finite is none."""
+    finite = [point for point in points if isfinite(point.value)]
     return (max if mode == "max" else min)(finite, key=lambda point: point.value, default=None)
 
 

@@ -35,7 +35,7 @@ class StepRanges(Callback):
     def __init__(self, nvtx: bool = False) -> None:
         self._nvtx = nvtx
         self._part = ExitStack()
-        self._names_parts = False
+        self._names_parts = nvtx
 
     def _name_no_more(self) -> None:
         self._part.close()
@@ -47,11 +47,8 @@ class StepRanges(Callback):
         if self._names_parts:
             self._part.enter_context(torch.cuda.nvtx.range(name) if self._nvtx else record_function(RANGE + name))
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        self._names_parts = self._names_parts or self._nvtx
-        self._next("forward")
-
     on_fetch_begins = _part_hook("data wait")
+    on_train_batch_start = _part_hook("forward")
     on_before_backward = _part_hook("backward")
     on_before_optimizer_step = _part_hook("optimizer")
     on_fetch_ends = on_after_backward = on_train_batch_end = _part_hook("rest")
