@@ -189,7 +189,7 @@ class Curves:
             self.pictures[tag] = picture
 
 
-@lru_cache
+@lru_cache(1_000)
 def _length(header: bytes) -> int | None:
     """Returns the length of a record, if its checksum is right. Few are common, and a checksum takes long."""
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
@@ -198,7 +198,7 @@ def _length(header: bytes) -> int | None:
     return int(length) if masked_crc32c(header[:8]) == checksum else None
 
 
-@lru_cache
+@lru_cache(1_000)
 def _own_tag(tag: str) -> str:
     own = tag.removeprefix(ASIDE)
     return own if board_tag(own) == tag else tag
