@@ -155,7 +155,7 @@ class Dashboard(Callback):
         declared, _, _ = hparams(_settings(typed(trainer).configuration), dict.fromkeys([*tags[:_METRICS], _OUTCOME], 0))
         _put_first(declared, {given.lstrip("-").partition("=")[0].replace(".init_args", "") for given in sys.argv[1:]})
         for board in boards(trainer):
-            board.experiment.file_writer.add_summary(declared, trainer.global_step)
+            board.add_summary(declared, trainer.global_step)
         self._declared = True
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
