@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
+from itertools import accumulate
 from math import inf, isfinite
 from pathlib import Path
 from statistics import median
@@ -183,9 +184,17 @@ class History:
         """Returns the seconds that the run was alive, over all its lives."""
         return sum(life.seconds for life in self.lives)
 
+    @cached_property
+    def _clock(self) -> tuple[list[float], list[float]]:
+        """Returns when each life was over, and how long the ones before it had lasted."""
+        ends = [*accumulate((life.end for life in self.lives), max)]
+        return ends, [0.0, *accumulate(life.seconds for life in self.lives)]
+
     def hours(self, time: float) -> float:
         """Returns the hours of life until a moment."""
-        return sum(max(0.0, min(time, life.end) - life.time) for life in self.lives) / 3600
+        ends, past = self._clock
+        at = bisect_left(ends, time)
+        return (past[at] + (max(0.0, time - self.lives[at].time) if at < len(ends) else 0.0)) / 3600
 
     def recent_median(self, tag: str) -> float | None:
         """Returns the median of a curve's last values in the last life in which speed was measured."""
