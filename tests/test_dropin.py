@@ -264,6 +264,11 @@ class Scored(Counting):
         self.log("val_loss", float([3, 1, 2][self.current_epoch]))
 
 
+class Better(Counting):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", 0.5)
+
+
 class Told(CSVLogger):
     def __init__(self, folder):
         super().__init__(folder)
@@ -273,7 +278,7 @@ class Told(CSVLogger):
         self.scores.append((float(checkpoint_callback.current_score), float(checkpoint_callback.best_model_score)))
 
 
-def test_the_checkpoint_callback_is_read_as_lightnings(tmp_path):
+def test_the_checkpoint_callback_is_read_as_lightnings(tmp_path, caplog):
     logger = Told(tmp_path)
     made = trainer(tmp_path, max_epochs=3, logger=logger)
     made.fit(Scored())
@@ -282,6 +287,10 @@ def test_the_checkpoint_callback_is_read_as_lightnings(tmp_path):
     assert saved.dirpath == str(tmp_path / "checkpoints")
     assert saved.best_k_models == {saved.best_model_path: torch.tensor(1.0)}
     assert saved.best_model_path.endswith("step-000000016.ckpt")
+    made.validate(Better(), verbose=False)  # on another set, say
+    assert (saved.best_model_score, saved.current_score) == (1, 2)
+    assert saved.best_model_path.endswith("step-000000016.ckpt")
+    assert "is read before" not in caplog.text
 
 
 def test_the_best_path_that_is_read_too_early_says_so(tmp_path, caplog):

@@ -9,13 +9,13 @@ from datetime import datetime
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 
 from project.checkpoints.in_memory import CopyInterval, MemoryWriter
 from project.checkpoints.reading import Manifest, checkpoints_in, memory_folder, same_step, whole_manifest
@@ -182,13 +182,18 @@ class Checkpoints(Checkpoint):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validated = trainer.state.fn == "fit" and not trainer.sanity_checking
 
-    def _add_score(self, metrics: Mapping[str, object]) -> None:
+    def _add_score(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Notes the metric's value, on each rank: what is read does not depend on when the disk has taken the checkpoint."""
+        score, mode = self._score_in(metrics)
+        if score is not None:
+            self._current_score = score
+            if is_better(score, self._best_score, mode):
+                self._best_score = score
+
+    def _score_in(self, metrics: Mapping[str, float | Tensor]) -> tuple[float | None, str]:
+        """Returns the value of the monitored metric, where it is known, and 'max' or 'min', whichever is better."""
         name, mode = chosen_metric(self.monitor, self.mode, metrics)
-        if (value := metrics.get(name or "")) is not None:
-            self._current_score = float(cast(float, value))
-            if is_better(self._current_score, self._best_score, mode):
-                self._best_score = self._current_score
+        return (float(metrics[name]) if name is not None and name in metrics else None), mode
 
     def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
         step = trainer.global_step
@@ -404,12 +409,10 @@ class Checkpoints(Checkpoint):
     def _update_last_and_best(self, path: Path, manifest: Manifest) -> None:
         """Makes a checkpoint the last one and, if its metric is better than the best so far, the best one."""
         self.last = path
-        metrics = manifest.get("metrics", {})
-        name, mode = chosen_metric(self.monitor, self.mode, metrics)
-        value = None if name is None else metrics.get(name)
+        score, mode = self._score_in(manifest.get("metrics", {}))
         again = self.best is not None and same_step(self.best[1], path)
-        if value is not None and is_better(value, None if again or self.best is None else self.best[0], mode):
-            self.best = value, path
+        if score is not None and is_better(score, None if again or self.best is None else self.best[0], mode):
+            self.best = score, path
 
     def _prune(self) -> None:
         """Removes all checkpoints but the newest `keep_last`, the last and the best; of the last one's position, all others."""

@@ -5,7 +5,7 @@ import itertools
 import random
 import sys
 from collections import Counter, deque
-from collections.abc import Container, Hashable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from functools import cache
 from inspect import getattr_static
 from types import FunctionType, GeneratorType, ModuleType
@@ -21,7 +21,6 @@ from project.step.evaluation import loaders_of
 from project.typed import StateDict, typed
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 _OF_LIGHTNING = {*vars(LightningModule()), *vars(LightningDataModule()), "_dtype", "_device", "_metric_attributes"}
 _OF_OPTIMIZERS = {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)), "step", "param_groups", "state"}
 _STANDARD = (
@@ -109,12 +108,17 @@ def owners(trainer: Trainer) -> Iterator[tuple[str, object]]:
     callbacks = typed(trainer).callbacks
     data = typed(trainer).datamodule
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+    others = (*callbacks, data, *loaders_of(trainer).objects_reading_in_process, *trainer.optimizers, *schedules)
+    yield from _numbered(owner for owner in others if owner is not None and not is_of_a_library(type(owner)))
+
+
+def _numbered(objects: Iterable[object]) -> Iterator[tuple[str, object]]:
+    """Yields objects with the names of their classes, and with a number from the second one of a class on."""
     seen = Counter[str]()
-    for owner in (*callbacks, data, *loaders_of(trainer).objects_reading_in_process, *trainer.optimizers, *schedules):
-        if owner is not None and not is_of_a_library(type(owner)):
-            name = type(owner).__name__
-            seen[name] += 1
-            yield name if seen[name] == 1 else f"{name} {seen[name]}", owner
+    for owner in objects:
+        name = type(owner).__name__
+        seen[name] += 1
+        yield name if seen[name] == 1 else f"{name} {seen[name]}", owner
 
 
 def _name(module: LightningModule, path: str) -> str:
@@ -193,15 +197,11 @@ def _layers(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
 
 def _attached(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Yields what users have hung on objects of others: the trainer, torch's optimisers, parameters."""
-    module, number = trainer.lightning_module, 0
-    owners: list[tuple[str, object, Container[str]]] = [("Trainer", trainer, typed(trainer).own_attributes)]
-    for optimizer in trainer.optimizers:
-        if is_of_a_library(type(optimizer)):
-            number += 1
-            name = f"{type(optimizer).__name__}{f' {number}' if number > 1 else ''}"
-            owners.append((name, optimizer, _OF_OPTIMIZERS))
-    owners += [(_name(module, path), parameter, ()) for path, parameter in module.named_parameters()]
-    for name, owner, aside in owners:
+    module, optimizers = trainer.lightning_module, [each for each in trainer.optimizers if is_of_a_library(type(each))]
+    others: list[tuple[str, object, Container[str]]] = [("Trainer", trainer, typed(trainer).own_attributes)]
+    others += [(name, optimizer, _OF_OPTIMIZERS) for name, optimizer in _numbered(optimizers)]
+    others += [(_name(module, path), parameter, ()) for path, parameter in module.named_parameters()]
+    for name, owner, aside in others:
         yield name, {key: value for key, value in vars(owner).items() if key not in aside and not key.startswith("_")}
 
 
