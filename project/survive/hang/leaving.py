@@ -89,6 +89,7 @@ def exit_process(
         child.kill()
     launch, ranks = detect(), {member.rank: member for member in unresponsive}
     if launch.kind == "torchrun" and agent_seconds is not None and context.warden is not None:
+        context.warden.start()
         context.warden.send(agent_seconds=agent_seconds)
     if context.me.rank == 0:
         time.sleep(_FINAL_WRITES)

@@ -33,7 +33,6 @@ from project.launch.orphans import QUIET, SUPERVISED, is_first_of_agent
 from project.survive.life import add_stop, add_to_log, start_report
 from project.survive.signals import ENDING, EXIT_CODES
 
-_LOW = 19  # the lowest priority
 _ROOT = Path(__file__).parents[3]
 COMMAND = [
     *(sys.executable, "-I", "-S", "-c"),
@@ -229,15 +228,23 @@ class WardenProcess:
     """Represents the warden in its rank, as a child process. Does nothing where it could not be started or has ended."""
 
     def __init__(self, pid: int, began: str, dump: str, name: str, launcher: str, parent: int) -> None:
+        self._words = [*COMMAND, str(pid), began, dump, name, launcher, str(parent)]
         self._process: subprocess.Popen[bytes] | None = None
-        with suppress(OSError):
-            words = [*COMMAND, str(pid), began, dump, name, launcher, str(parent)]
-            self._process = subprocess.Popen(words, stdin=subprocess.PIPE)
-            if launcher == SUPERVISED:  # it has time: ranks that have just been started again need the cores themselves
-                os.setpriority(os.PRIO_PROCESS, self._process.pid, _LOW)
+        self._unsent: list[str] | None = []  # lines for a warden that has not been started
+
+    def start(self) -> None:
+        """Starts the warden, if it has not been started."""
+        if self._unsent is not None:
+            with suppress(OSError):
+                self._process = subprocess.Popen(self._words, stdin=subprocess.PIPE)
+            lines, self._unsent = self._unsent, None
+            for line in lines:
+                self._write_line(line)
 
     def _write_line(self, line: str) -> None:
-        if self._process is not None and self._process.stdin is not None:
+        if self._unsent is not None:
+            self._unsent.append(line)
+        elif self._process is not None and self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.write(f"{line}\n".encode())
                 self._process.stdin.flush()

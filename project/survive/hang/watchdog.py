@@ -28,7 +28,7 @@ from project.cluster.place import host
 from project.cluster.processes import start_time
 from project.errors import Cause, UserError
 from project.launch import early_start
-from project.launch.orphans import describe_launcher, launcher_pid
+from project.launch.orphans import SUPERVISED, describe_launcher, launcher_pid
 from project.survive import failure
 from project.survive.abort import exit_on_abort
 from project.survive.failure import LOST_RANKS
@@ -41,6 +41,8 @@ from project.survive.hang.warden import WardenProcess
 log = logging.getLogger(__name__)
 
 _TICK = 1.0  # seconds between two looks
+_LATE_WARDEN = 2.0  # seconds: ranks that have just been started again need the cores themselves
+_LATEST_WARDEN = 20.0
 _HEARTBEATS_PER_SECOND = 50  # ranks that rank 0 hears in a second, at most
 _SILENCE = 5.0  # seconds without a word, when ranks are waiting: a process that is stopped, dead or cut off
 _SUSPENDED = 4.0  # a tick that is so much too late: this process was stopped
@@ -96,6 +98,7 @@ class Watchdog(Callback):
         self.life: Path | None = None
         """The run's file of starts and stops (life.jsonl); set by the CLI."""
         self._warden: WardenProcess | None = None
+        self._warden_due = 0.0
         self._spent: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_HISTORY))
         self._batches = 0
         self._step_began: float | None = None
@@ -130,6 +133,8 @@ class Watchdog(Callback):
         self._batches += 1
         phase, now, _ = self._progress
         self._progress = (phase, now, (self._batches, 0, 0))
+        if self._warden is not None and now > self._warden_due:
+            self._warden.start()  # by this thread: one that forks loader processes meanwhile would hand them its pipe
         if batch_idx % trainer.accumulate_grad_batches == 0:
             if self._step_began is not None:
                 self._spent["step"].append(now - self._step_began)
@@ -168,6 +173,9 @@ class Watchdog(Callback):
         me = self._own_member()
         name, launcher = f"rank {me.rank} on {me.host}", describe_launcher(me.host)
         self._warden = WardenProcess(me.pid, me.started, me.dump, name, launcher, launcher_pid())
+        self._warden_due = time.monotonic() + _LATE_WARDEN
+        if launcher != SUPERVISED:  # whose supervisor reports their end, and whose warden is there for silence alone
+            self._warden.start()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -262,6 +270,8 @@ class Watchdog(Callback):
             if LOST_RANKS.exit_due(saved is not None and saved.writing) and not self._stopping.is_set():
                 exit_after_loss(self._context())
             if self._warden is not None:
+                if now > self._warden_due + _LATEST_WARDEN:  # no micro-batch has begun
+                    self._warden.start()
                 self._warden.send(step=beat.step)
                 if self._channel is not None:
                     self._warden.allow_silence(_LAST_RESORT * beat.allowed_own_work)
