@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _KEPT = 2  # states
 _SHARE = 0.01  # of the time, that copies may take
+_FIRST = 2.0  # seconds: ranks that have just been started again need the cores themselves
 
 
 class CopyInterval:
@@ -41,7 +42,9 @@ class CopyInterval:
     def __init__(self, steps: int | None) -> None:
         """`steps`: None to go by the time."""
         self.steps = steps
-        self._cost, self._ended = 0.0, time.monotonic()  # seconds of the last copy, and when it had been made
+        self._ended = time.monotonic()  # when the last copy had been made; or what the ranks begin with was read
+        self._cost = _FIRST * _SHARE
+        """The seconds of the last copy."""
 
     def is_due(self, ahead: float, begins: bool) -> bool:
         """Returns whether, in so many seconds, this rank has the time for a copy. `begins`: one begins now."""

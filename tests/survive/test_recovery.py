@@ -133,15 +133,19 @@ def test_a_run_whose_ranks_are_killed_is_the_run_of_ranks_that_are_not(tmp_path,
     by = {"torchrun": ranks} if launcher == "torchrun" else {}
     words = () if by else (f"--trainer.devices={ranks}",)
     run, by_cost, _ = run.partition(", copied by cost")
-    words += ("--recover.every_n_steps=auto",) if by_cost else ()
-    done = program(killed, *RUNS[run], *RECOVER, *words, faults(*strikes), **by)
+    slowly = json.dumps({"class_path": "tests.probes.Ledger", "init_args": {"pause": 0.3}})
+    # In 7 steps there is the time for a copy, and none is on the disk.
+    late = ("--trainer.val_check_interval=10",) if by_cost else ()
+    slow = ("--recover.every_n_steps=auto", f"--trainer.callbacks+={slowly}") if by_cost else ()
+    done = program(killed, *RUNS[run], *RECOVER, *words, faults(*strikes), *late, *slow, **by)
+    assert memory_folders(done.output) or not by_cost
     assert done.code == 0, done.output
     assert len(list(killed.glob("struck-*"))) == len(strikes)
     restarts = done.output.count("All ranks resume")
     assert restarts == done.output.count("was killed by signal 9")
     assert 1 <= restarts <= len(strikes)
     assert done.output.count("Each rank will hold at most") == (run == "sharded")  # not again with each start
-    undisturbed = forked(whole, *RUNS[run], faults(), ranks=ranks)
+    undisturbed = forked(whole, *RUNS[run], faults(), *late, ranks=ranks)
     assert undisturbed.code == 0, undisturbed.output
     assert same(final(killed), final(whole))
     assert curves(killed) == curves(whole)
@@ -345,6 +349,8 @@ def test_a_copy_in_memory_is_due_when_the_last_one_has_cost_a_hundredth_of_the_t
     for clock in clocks:
         monkeypatch.setattr(time, clock, lambda clock=clock: clocks[clock])
     interval, given = CopyInterval(None), CopyInterval(4)
+    assert not interval.is_due(ahead=1.0, begins=False)  # what the ranks have begun with is there
+    clocks["monotonic"] += 3.0
     assert interval.is_due(ahead=0.0, begins=False)
     with interval.measured(torch.device("cpu")):
         clocks["monotonic"] += 5.0  # of which others made it wait for most
