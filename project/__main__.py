@@ -7,7 +7,9 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 from project.cli.reading import ended
 from project.cli.verbs import VERBS, page, refuse_verb
@@ -111,6 +113,7 @@ def _main() -> int:
     start(sys.argv[1:])
     gc.disable()  # what the libraries make when they are loaded stays
     try:
+        load_torchmetrics()
         if sys.argv[1:2] == ["bench"]:
             run = _bench()
         else:
@@ -123,6 +126,18 @@ def _main() -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def load_torchmetrics() -> None:
+    """Loads torchmetrics without scipy.signal, which it patches for SRMRpy alone, where scipy is installed: a second."""
+    if find_spec("srmrpy") or "scipy.signal" in sys.modules:
+        return
+    patched = ModuleType("scipy.signal")
+    patched.__dict__["hamming"] = None  # the patch
+    sys.modules["scipy.signal"] = patched
+    import torchmetrics  # noqa: F401
+
+    del sys.modules["scipy.signal"]
 
 
 def _bench() -> Callable[[], None]:

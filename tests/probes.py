@@ -284,11 +284,11 @@ class Slow(torch.nn.Module):
 
 class Ledger(Callback):
     """Appends what every micro-batch held to ledger-RANK.jsonl, with the process that trained on it; `pause` slows it down,
-    until there is a file 'hurry'. Both lie in `folder`.
+    from the step `crawl_from` on much more, until there is a file 'hurry'. Both lie in `folder`.
     """
 
-    def __init__(self, pause: float = 0.0, rank: int | None = None, folder: str = ".") -> None:
-        self.pause, self.rank, self.folder = pause, rank, Path(folder)
+    def __init__(self, pause: float = 0.0, rank: int | None = None, folder: str = ".", crawl_from: int | None = None) -> None:
+        self.pause, self.rank, self.folder, self.crawl_from = pause, rank, Path(folder), crawl_from
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         line = {
@@ -300,7 +300,7 @@ class Ledger(Callback):
         with (self.folder / f"ledger-{trainer.global_rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         if self.rank in (None, trainer.global_rank) and not (self.folder / "hurry").exists():
-            time.sleep(self.pause)
+            time.sleep(self.pause if self.crawl_from is None or trainer.global_step < self.crawl_from else max(0.5, self.pause))
 
 
 class SlowDisk(Callback):

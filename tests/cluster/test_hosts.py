@@ -92,7 +92,7 @@ def test_a_host_is_lost_and_comes_back(alone, hosts, tmp_path, supervised):
     """
     # A test need not be as patient as a cluster: h3 is there at the start, and is lost for certain.
     patience = {"RDZV_CONF": "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"}
-    words = (*FIT, slowly(0.05), *(["--recover.restarts=3", "--recover.every_n_steps=2"] * supervised))
+    words = (*FIT, slowly(0.05, crawl_from=60), *(["--recover.restarts=3", "--recover.every_n_steps=2"] * supervised))
     running = [launch(host, tmp_path, *words, nodes="1:3", **patience) for host in hosts]
     speaker = tmp_path / "h1.txt"
 
@@ -116,6 +116,7 @@ def test_a_host_is_lost_and_comes_back(alone, hosts, tmp_path, supervised):
     back = time.monotonic()
     are(3, times=2)
     took("it is started again: three train after", time.monotonic() - back)
+    (tmp_path / "hurry").touch()
     assert [one.wait(180) for one in running] == [0, 0, 0], printed(tmp_path)
     assert_same_curve(tmp_path, alone)
 
@@ -127,7 +128,7 @@ def test_supervisors_resume_without_a_host_that_is_silent(hosts, tmp_path):
     together.mkdir()
     fit = (*FIT, "--data.batch_size=2", "--run=it")  # four and six ranks can make a global batch
     assert forked(alone, *fit).code == 0
-    words = (*fit, slowly(0.05), "--recover.restarts=3", "--recover.every_n_steps=2", "--watchdog.at_least=3")
+    words = (*fit, slowly(0.05, crawl_from=60), "--recover.restarts=3", "--recover.every_n_steps=2", "--watchdog.at_least=3")
     running = [launch(host, together, *words, nodes="2:3", NPROC_PER_NODE="2") for host in hosts]
     speaker = together / "h1.txt"
     wait_until(lambda: step(together) >= 15, 120, lambda: printed(together))
@@ -141,9 +142,8 @@ def test_supervisors_resume_without_a_host_that_is_silent(hosts, tmp_path):
 
 def test_a_host_that_loses_ranks_again_and_again_is_left_out(alone, hosts, tmp_path):
     """Of the store's host, h1, and of h3: the one that the run can do without. It may come back when it works."""
-    chosen = [
-        json.loads(word.partition("=")[2]) for word in (slowly(0.05), faults({"rank": 2, "step": 7}, {"rank": 2, "step": 20}))
-    ]
+    killed = faults({"rank": 2, "step": 7}, {"rank": 2, "step": 20})
+    chosen = [json.loads(word.partition("=")[2]) for word in (slowly(0.05, crawl_from=60), killed)]
     callbacks = f"--trainer.callbacks={json.dumps([*chosen[0], *chosen[1]])}"
     words = (*FIT, callbacks, "--run=it", "--recover.restarts=5", "--recover.strikes=2", "--recover.every_n_steps=2")
     running = [launch(host, tmp_path, *words, nodes="2:3") for host in hosts]
@@ -171,7 +171,7 @@ def test_a_host_that_loses_ranks_again_and_again_is_left_out(alone, hosts, tmp_p
 @pytest.mark.faults
 def test_a_host_that_is_cut_off_from_torchruns_store_does_not_resume_alone(hosts, tmp_path):
     """h1 has rank 0 and loses its link; the store is on h2, where the others go on. Two runs would write into one folder."""
-    words = (*FIT, slowly(0.05), "--recover.restarts=3", "--watchdog.at_least=3")
+    words = (*FIT, slowly(0.05, crawl_from=60), "--recover.restarts=3", "--watchdog.at_least=3")
     running = [launch(host, tmp_path, *words, nodes="1:3", MASTER_ADDR="h2") for host in hosts]
     wait_until(lambda: step(tmp_path) >= 15, 120, lambda: printed(tmp_path))
     hosts[0].cut()
