@@ -31,7 +31,11 @@ def slowly(every: float, rank_1: float = 0.0, disk: float = 0.0, crawl_from: int
     checkpoint takes to write. The ranks note where they are. All is fast from when there is a file 'hurry', which a test makes
     that needs the run to last: from the step `crawl_from` on a micro-batch takes half a second.
     """
-    probes = [("Ledger", {"pause": every, "crawl_from": crawl_from}), ("Ledger", {"pause": rank_1, "rank": 1}), ("SlowDisk", {"seconds": disk})]
+    probes = [
+        ("Ledger", {"pause": every, "crawl_from": crawl_from}),
+        ("Ledger", {"pause": rank_1, "rank": 1}),
+        ("SlowDisk", {"seconds": disk}),
+    ]
     chosen = [(name, init) for name, init in probes if next(iter(init.values()))]
     return "--trainer.callbacks=" + json.dumps(
         [{"class_path": f"tests.probes.{name}", "init_args": init} for name, init in chosen]
