@@ -1,6 +1,7 @@
 """Tensors of which each rank has a shard: shards of others, norms and overflows of all, and their place in a checkpoint."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from project.errors import UserError
 from project.parts import Layout, Stored, changed, mark
@@ -52,7 +54,7 @@ def placed_like(shard: Tensor, like: DTensor) -> DTensor:
 
 
 def _slice_of(value: Tensor, like: DTensor) -> Tensor:
-    layout, place = layout_of(like)
+    layout, place = layout_of(like.device_mesh, like.placements)
     return value[layout.box(tuple(value.shape), place).index()]
 
 
@@ -77,14 +79,13 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     tensors = [*tensors]
     if not any(isinstance(tensor, DTensor) for tensor in tensors):
         return torch.nn.utils.get_total_norm(tensors)
-    first: dict[object, bool] = {None: dist.get_rank() == 0}  # by placement, whether this rank's slice counts
     own = []
     for tensor in tensors:
-        placed = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-        if isinstance(tensor, DTensor) and placed not in first:
-            layout, place = layout_of(tensor)
-            first[placed] = layout.is_first(place)
-        if first[placed]:
+        counts = dist.get_rank() == 0
+        if isinstance(tensor, DTensor):
+            layout, place = layout_of(tensor.device_mesh, tensor.placements)
+            counts = layout.is_first(place)
+        if counts:
             own.append(local(tensor))
     norm = torch.nn.utils.get_total_norm(own) if own else local(tensors[0]).new_zeros(())
     total = norm.to(torch.promote_types(norm.dtype, torch.float32)).square()  # one of 16 bits would overflow
@@ -122,32 +123,37 @@ class Split(NamedTuple):
     slices: dict[str, Tensor]
 
 
-def layout_of(tensor: DTensor) -> tuple[Layout, tuple[int, ...]]:
-    """Returns which rank has which slice of a tensor, and this rank's place."""
+def layout_of(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[Layout, tuple[int, ...]]:
+    """Returns which rank has which slice of a tensor that is placed so, and this rank's place."""
+    # Cut in two ways along one dimension: first for the ranks of a layer, and that part for the data ranks. But a layout is cut
+    # from its first dimension to its last.
+    is_reversed = any(getattr(placement, "split_factor", 1) > 1 for placement in placements)
+    place = mesh.get_coordinate()
+    assert place is not None
+    return _layout(mesh, placements, is_reversed), tuple(reversed(place) if is_reversed else place)
+
+
+@lru_cache
+def _layout(mesh: DeviceMesh, placements: tuple[Placement, ...], is_reversed: bool) -> Layout:
     along: list[int | None] = []
-    for placement in tensor.placements:
+    for placement in placements:
         if not placement.is_shard() and not placement.is_replicate() and not hasattr(placement, "split_factor"):
             raise UserError(f"A tensor that is spread as {placement} can't be saved. HINT: Shard and Replicate can.")
         along.append(None if placement.is_replicate() else placement.dim)  # type: ignore[attr-defined]
-    mesh, place = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate()
-    assert place is not None
-    # Cut in two ways along one dimension: first for the ranks of a layer, and that part for the data ranks.
-    if any(getattr(placement, "split_factor", 1) > 1 for placement in tensor.placements):
-        # A layout is cut from its first dimension to its last.
-        mesh, along, place = mesh.permute(*reversed(range(mesh.ndim))), along[::-1], place[::-1]
-    return Layout(tuple(mesh.flatten().tolist()), tuple(mesh.shape), tuple(along)), tuple(place)
+    ranks = mesh.mesh
+    if is_reversed:
+        ranks, along = ranks.permute(*reversed(range(ranks.ndim))), along[::-1]
+    return Layout(tuple(ranks.flatten().tolist()), tuple(ranks.shape), tuple(along))
 
 
 def split(checkpoint: StateDict) -> Split:
     """Splits a checkpoint into what all ranks have and this rank's slices. Nothing is copied, and nothing is sent."""
     slices: dict[str, Tensor] = {}
-    layouts: dict[object, tuple[Layout, tuple[int, ...]]] = {}  # the same object for the same placement: the file has it once
 
     def take(value: object, name: str) -> object:
         if not isinstance(value, DTensor):
             return value
-        placed = (value.device_mesh, value.placements)
-        layout, place = layouts[placed] = layouts.get(placed) or layout_of(value)
+        layout, place = layout_of(value.device_mesh, value.placements)  # the same object: the file has it once
         shard, box = value.to_local(), layout.box(tuple(value.shape), place)
         if name in slices or box.size != tuple(shard.shape):
             raise UserError(f"{name} of the checkpoint can't be saved in parts: two have this name, or it is spread unevenly.")
@@ -160,10 +166,13 @@ def split(checkpoint: StateDict) -> Split:
 
 def read_shard(stored: Stored, mesh: DeviceMesh, like: object = None) -> DTensor:
     """Reads this rank's slice of a tensor that lies in parts, placed like another one, or else as `fully_shard` places it."""
-    if not isinstance(like, DTensor) or tuple(like.shape) != stored.shape:
-        sharded = any(dimension is not None for dimension in stored.layout.along) and bool(stored.shape)
-        placements = [Shard(0) if sharded and name != "copies" else Replicate() for name in mesh.mesh_dim_names or ()]
-        stride, shape = torch.empty(stored.shape, device="meta").stride(), torch.Size(stored.shape)
-        like = DTensor.from_local(torch.empty(0), mesh, placements, run_check=False, shape=shape, stride=stride)
-    layout, place = layout_of(like)
-    return placed_like(stored.read(layout.box(stored.shape, place)), like)
+    shape = torch.Size(stored.shape)
+    if isinstance(like, DTensor) and like.shape == shape:
+        mesh, placements, stride = like.device_mesh, like.placements, like.stride()
+    else:
+        sharded = any(dimension is not None for dimension in stored.layout.along) and bool(shape)
+        placements = tuple(Shard(0) if sharded and name != "copies" else Replicate() for name in mesh.mesh_dim_names or ())
+        stride = torch.empty(shape, device="meta").stride()
+    layout, place = layout_of(mesh, placements)
+    shard = stored.read(layout.box(stored.shape, place))
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
