@@ -47,7 +47,7 @@ def compare(run: Recorded, other: Recorded) -> Verdict | None:
         if not same_step(taken, other_taken):
             lines = [f"{pair} are not the same: step {step} (epoch {taken.record.epoch + 1}) is the first that differs."]
             lines += _batches_by_ranks(taken.start, other_taken.start)
-            lines += _where(run, other, taken, other_taken)
+            lines += [*_where(run, other, taken, other_taken), *_distance(run.steps[steps[-1]], other.steps[steps[-1]])]
             return Verdict(False, lines, (taken.start, other_taken.start), rounded=not _far_apart(taken, other_taken))
     return Verdict(True, [f"{pair} are the same to the last bit {_how_far(run, other, steps)}."])
 
@@ -127,15 +127,29 @@ def _differing_losses(taken: Taken, other: Taken) -> list[int]:
     return sorted(number for number in losses.keys() & other_losses.keys() if losses[number] != other_losses[number])
 
 
+def _losses(taken: Taken, other: Taken) -> list[tuple[float, float]]:
+    """Returns the losses of the micro-batches that both have, where they are of a type that is known here."""
+    ours, theirs = taken.record.losses, other.record.losses
+    kinds = {(4, 4): "<f", (8, 8): "<d"}
+    both = [(ours[number], theirs[number]) for number in sorted(ours.keys() & theirs.keys())]
+    known = [(kinds[len(bits), len(others)], bits, others) for bits, others in both if (len(bits), len(others)) in kinds]
+    return [(*struct.unpack(kind, bits), *struct.unpack(kind, others)) for kind, bits, others in known]
+
+
 def _far_apart(taken: Taken, other: Taken) -> bool:
     """Returns whether the same weights gave a loss that differs by more than rounding, even in bf16, does."""
-    for number in _differing_losses(taken, other) if taken.before == other.before else ():
-        bits, other_bits = taken.record.losses[number], other.record.losses[number]
-        if kind := {(4, 4): "<f", (8, 8): "<d"}.get((len(bits), len(other_bits))):
-            (loss,), (other_loss,) = struct.unpack(kind, bits), struct.unpack(kind, other_bits)
-            if abs(loss - other_loss) > _ROUNDING * max(abs(loss), abs(other_loss), _SMALL_LOSS):
-                return True
-    return False
+    return taken.before == other.before and any(
+        abs(loss - other_loss) > _ROUNDING * max(abs(loss), abs(other_loss), _SMALL_LOSS)
+        for loss, other_loss in _losses(taken, other)
+    )
+
+
+def _distance(taken: Taken, other: Taken) -> list[str]:
+    """Reports how far apart two runs are in a step."""
+    if not (losses := _losses(taken, other)):
+        return []
+    means = [sum(column) / len(losses) for column in zip(*losses, strict=True)]
+    return [f"  The mean loss of step {taken.record.step}, the last of both, is {means[0]:.9g}, and {means[1]:.9g}."]
 
 
 def _how_far(recorded: Recorded, other: Recorded, steps: Sequence[int]) -> str:

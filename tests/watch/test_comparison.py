@@ -161,6 +161,7 @@ def test_the_forward_pass():
     assert "Micro-batch 0 was computed by rank 0 of 2 in both" in text
     assert "The first module that gave something else, in micro-batch 0: body.1 (Linear)" in text
     assert "after body.0 (Linear), which gave the same." in text
+    assert "The mean loss of step 1, the last of both, is" in text
     text = said(A, run((START, steps(1, s1=step(1, losses=losses))), name="b"))
     assert "All modules gave the same in micro-batch 0" in text
     text = said(A, run((START, steps(1, s1=step(1, losses={**step(1).losses, 3: b"else"}))), name="b"))
@@ -228,3 +229,11 @@ def test_a_step_that_follows_from_the_number_of_ranks_is_the_first_cause():
     assert "A step has 4 micro-batches on 2 rank(s), and 2 on 1" in verdict.lines[1]
     assert "HINT: trainer.global_batch_size" in verdict.lines[1]
     assert not any("micro-batches" in line for line in surroundings(START, alone))
+
+
+def test_how_far_apart_two_runs_are_in_the_end():
+    """By the losses of the last step that both have, of the micro-batches that both have."""
+    near, far = ({number: struct.pack("<f", loss + number) for number in range(2)} for loss in (1.0, 1.5))
+    ours = run((START, steps(1, 2, s1=step(1, losses=near), s2=step(2, losses=near))))
+    theirs = run((START, steps(1, 2, s1=step(1, losses=far), s2=step(2, losses={1: far[1]}))), name="b")
+    assert "The mean loss of step 2, the last of both, is 2, and 2.5." in said(ours, theirs)
