@@ -244,6 +244,20 @@ def test_a_new_run_that_crashes_before_it_trains_is_named_and_listed(quick, rank
     assert re.search(r"broken\.py, line \d+, in setup$", life.where)
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    "flags", [["--data.listed=true"], ["--data.listed=false"], ["--data.listed=false", "--data.num_workers=1"]]
+)
+def test_a_path_of_the_users_data_that_is_not_there_is_a_wrong_setting(quick, ranks, flags):
+    """Where the user's own code opens it: in setup, in the first step, in a loader process."""
+    own = ("--model=tests.own.Regression", "--data=tests.survive.broken.Filed", "--trainer.accelerator=cpu")
+    run = quick("fit", *own, "--data.root=nowhere", *flags, "--trainer.max_epochs=1", "--run=it", ranks=ranks)
+    assert run.code == 2, run.output
+    assert "data.init_args.root=nowhere: FileNotFoundError: [Errno 2] No such file or directory: 'nowhere/" in run.output
+    assert re.search(r"broken\.py\", line \d+, in (setup|__getitem__)\n", run.output), run.output
+    assert not list(run.folder.glob("lightning_logs/*"))
+
+
 def test_a_checkpoint_does_not_override_the_command_line(quick):
     first = quick("fit", DDP, *TINY, "--trainer.max_epochs=1", "--run=first", "--model.label_smoothing=0.2")
     checkpoint = first.folder / "lightning_logs/first/checkpoints/step-000000002.ckpt"

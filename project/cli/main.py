@@ -7,6 +7,7 @@ launcher's numbers of nodes and processes, errors in one line, and the silent tr
 import json
 import logging
 import os
+import re
 import shlex
 import sys
 import time
@@ -56,7 +57,7 @@ from project.survive.failure import BY_COMMAND, cause_of, exit_at_once, exit_cod
 from project.survive.hang.watchdog import Watchdog
 from project.survive.recovery import Recovery
 from project.survive.requeue import listen_for_signals
-from project.tracebacks import Folded
+from project.tracebacks import Folded, title
 from project.trainer import Trainer
 from project.typed import Configuration, callbacks_of
 from project.untrusted import write_text
@@ -530,6 +531,7 @@ def _end(error: Exception, rank: int) -> int:
     folder."""
     trainer, run = ProjectCLI.running, ProjectCLI.opened
     if trainer is not None:
+        error = _as_error_of_a_setting(error, trainer)
         launched = early_start.take_launched(trainer.strategy.launcher)
         code = report_error(error, trainer.global_rank, host(), launched, _folder(trainer), _at(trainer))
         lives = callbacks_of(trainer, Life)
@@ -546,6 +548,17 @@ def _end(error: Exception, rank: int) -> int:
     if run is not None and (trainer is None or (code == WRONG and not trainer.global_step)):
         run.discard_if_empty()
     return code
+
+
+def _as_error_of_a_setting(error: Exception, trainer: Trainer) -> Exception:
+    """Returns the error of a path that is not there, where a setting names it and no step is taken, as one of the setting."""
+    if isinstance(error, UserError) or not isinstance(error, (FileNotFoundError, NotADirectoryError)) or trainer.global_step:
+        return error
+    for key, value in flat(trainer.configuration).items():
+        places = {value, os.path.abspath(value)} if isinstance(value, str) and value else ()
+        if any(re.search(rf"'{re.escape(place)}(/[^']*)?'", str(error)) for place in places):
+            return UserError(f"{key}={value}: {title(error)}\n{Folded(error).text}".rstrip())
+    return error
 
 
 def _at(trainer: Trainer) -> str:

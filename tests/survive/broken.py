@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader
 
 from project.cluster.processes import children
 from project.errors import UserError
 from tests.cluster.machine import wait_until
-from tests.own import Regression
+from tests.own import Points, PointsData, Regression
 
 
 class Broken(Regression):
@@ -37,6 +38,33 @@ class Unprepared(Regression):
 
     def setup(self, stage: str) -> None:
         raise RuntimeError("a bug of the user's")
+
+
+class ReadPoints(Points):
+    """Points that lie in a file each."""
+
+    def __init__(self, size: int, root: str) -> None:
+        super().__init__(size)
+        self.root = root
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        Path(self.root, f"{index}.bin").read_bytes()
+        return super().__getitem__(index)
+
+
+class Filed(PointsData):
+    """Points that lie in the files of a folder, listed in one of them."""
+
+    def __init__(self, root: str, listed: bool, num_workers: int = 0) -> None:
+        super().__init__(num_workers=num_workers)
+        self.root, self.listed = root, listed
+
+    def setup(self, stage: str) -> None:
+        if self.listed:
+            Path(self.root, "train.csv").read_text()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(ReadPoints(self.size, self.root), **self.settings)
 
 
 class AlwaysKilled(Callback):
