@@ -36,7 +36,7 @@ LEAST = {
         ("log_every_n_steps", "check_val_every_n_epoch", "accumulate_grad_batches", "threads", "global_batch_size"), 1
     ),
     **dict.fromkeys(("gradient_clip_val", "join_timeout", "min_epochs", "min_steps"), 0),
-    "num_sanity_val_steps": -1,
+    **dict.fromkeys(("max_epochs", "max_steps", "num_sanity_val_steps"), -1),
     **{f"limit_{stage}_batches": 0 for stage in ("train", "val", "test", "predict")},
 }
 
@@ -136,6 +136,8 @@ def _culprit(given: Mapping[str, object], error: str) -> str:
         whole = [f"{name}={value!r}"] if isinstance(value, str) else [*map(repr, value)] if isinstance(value, dict) else []
         if any(text in error for text in whole):
             return f"trainer.{name}={value}: "
+    if any(f"`{name}`" in error for name in given):
+        return ""  # it says so
     words = {name: value for name, value in given.items() if isinstance(value, str) and value}
     patterns = {name: rf"(?<![\w.]){re.escape(value)}(?!\.?\w)" for name, value in words.items()}  # not the 1 of a version 1.13
     named = [name for name, pattern in patterns.items() if re.search(pattern, error, re.IGNORECASE)]

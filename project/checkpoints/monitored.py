@@ -79,7 +79,8 @@ def _refuse(trainer: Trainer, who: str, name: str) -> NoReturn:
     if not trainer.sanity_checking and (checkpoints := checkpoints_of(trainer)):  # nothing that was trained is lost
         checkpoints.save(trainer)
         checkpoints.wait()
-    raise UserError(f"{_describe(trainer, who, name)} HINT: set {who}.monitor.")
+    key = f"{who}.monitor" if who in ("checkpoints", _SCHEDULE) else f"{who}'s monitor in trainer.callbacks"
+    raise UserError(f"{_describe(trainer, who, name)} HINT: set {key}.")
 
 
 def _describe(trainer: Trainer, who: str, name: str) -> str:
