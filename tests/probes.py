@@ -284,7 +284,7 @@ class Slow(torch.nn.Module):
 
 class Ledger(Callback):
     """Appends what every micro-batch held to ledger-RANK.jsonl, with the process that trained on it; `pause` slows it down,
-    from the step `crawl_from` on much more, until there is a file 'hurry'. Both lie in `folder`.
+    from the step `crawl_from` on more with each step, until there is a file 'hurry'. Both lie in `folder`.
     """
 
     def __init__(self, pause: float = 0.0, rank: int | None = None, folder: str = ".", crawl_from: int | None = None) -> None:
@@ -299,8 +299,11 @@ class Ledger(Callback):
         }
         with (self.folder / f"ledger-{trainer.global_rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
-        if self.rank in (None, trainer.global_rank) and not (self.folder / "hurry").exists():
-            time.sleep(self.pause if self.crawl_from is None or trainer.global_step < self.crawl_from else max(0.5, self.pause))
+        if self.rank in (None, trainer.global_rank):
+            crawled = -1 if self.crawl_from is None else trainer.global_step - self.crawl_from
+            until = time.monotonic() + max(self.pause, 0.25 + crawled / 10 if crawled >= 0 else 0.0)
+            while (left := until - time.monotonic()) > 0 and not (self.folder / "hurry").exists():
+                time.sleep(min(left, 0.1))
 
 
 class SlowDisk(Callback):

@@ -1,7 +1,5 @@
 """Real hosts and a real Slurm, on one machine: started once, and left as they were found after each test."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +7,7 @@ import pytest
 from tests.cluster.hosts import Hosts
 from tests.cluster.slurm import Slurm
 from tests.cluster.training import FIT
-from tests.conftest import Run, environment
+from tests.conftest import forked
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +33,6 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The loss of tests.cluster.training on one process, by step: what it must be everywhere."""
-    folder = tmp_path_factory.mktemp("alone")
-    command = [sys.executable, "-m", "project", *FIT]
-    subprocess.run(command, cwd=folder, env=environment(OMP_NUM_THREADS="1"), check=True)
-    return Run(0, "", folder).curve("train/loss")
+    run = forked(tmp_path_factory.mktemp("alone"), *FIT)
+    assert run.code == 0, run.output
+    return run.curve("train/loss")

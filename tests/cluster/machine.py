@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+LONG = 400
+"""Seconds after which a host counts as stuck; six processes that start on a busy machine take a hundred."""
+
 
 def missing(reason: str, tests: str = "CLUSTER_TESTS") -> None:
     if os.environ.get(tests) == "required":

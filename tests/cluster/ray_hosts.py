@@ -20,11 +20,18 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import Hosts
-from tests.cluster.machine import missing, wait_until
+from tests.cluster.machine import LONG, missing, wait_until
 from tests.conftest import environment
 
 ADDRESS = "10.77.0.1:6390"
 _RAY = (sys.executable, "-m", "ray.scripts.scripts")
+_EAGER = """
+import sys
+from project.__main__ import main
+from project.launch.ray import fit
+fit._SHRINK, fit._EVERY = 5.0, 3
+main()
+"""
 _NODES = "import json, ray; ray.init('auto', log_to_driver=False, logging_level='CRITICAL'); print(json.dumps(ray.nodes()))"
 
 
@@ -48,14 +55,14 @@ class Driver:
     def output(self) -> str:
         return self._log.read_text(errors="replace")
 
-    def code(self, seconds: float = 240) -> int:
+    def code(self, seconds: float = LONG) -> int:
         """Its exit code; waits for it."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still going on: {self.output()}") from None
 
-    def says(self, what: str, seconds: float = 150, times: int = 1, after: str = "") -> None:
+    def says(self, what: str, seconds: float = LONG, times: int = 1, after: str = "") -> None:
         """Waits for words in its output; `after`: those that were there then don't count."""
         times += after.count(what)
         wait_until(
@@ -83,12 +90,10 @@ class RayHosts:
         self.hosts.__enter__()
         try:
             self.start_node(0)
-            wait_until(
-                lambda: f"{ADDRESS}'" in self._said(0) or "Ray runtime started" in self._said(0), 90, lambda: self._said(0)
-            )
+            self.joined(0)
             for index in range(1, len(self.hosts)):
                 self.start_node(index)
-            self.whole()
+            self.joined(*range(1, len(self.hosts)))
         except BaseException:
             self.__exit__()
             raise
@@ -113,13 +118,16 @@ class RayHosts:
         """Those that are alive: address and id."""
         env = {**self.environment, "RAY_ADDRESS": ADDRESS}
         process = self.hosts[0].start((sys.executable, "-c", _NODES), subprocess.PIPE, self._folder, env)
-        output = process.communicate(timeout=90)[0].decode()
+        output = process.communicate(timeout=LONG)[0].decode()
         assert process.returncode == 0, output
         return {one["NodeManagerAddress"]: one["NodeID"] for one in json.loads(output.splitlines()[-1]) if one["Alive"]}
 
-    def whole(self) -> None:
-        """Waits until all hosts are in the cluster."""
-        wait_until(lambda: len(self.nodes()) == len(self.hosts), 90, lambda: "".join(map(self._said, range(len(self.hosts)))))
+    def joined(self, *started: int) -> None:
+        """Waits until these hosts are in the cluster."""
+        for index in started:
+            wait_until(
+                lambda index=index: "Ray runtime started" in self._said(index), LONG, lambda index=index: self._said(index)
+            )
 
     def lose(self, index: int) -> None:
         """The raylet and all that runs there end at once."""
@@ -130,8 +138,7 @@ class RayHosts:
         lost = [index for index, host in enumerate(self.hosts) if not host.pids()]
         for index in lost:
             self.start_node(index)
-        if lost:
-            self.whole()
+        self.joined(*lost)
 
     def drain(self, index: int, seconds: int) -> None:
         """What a cloud says of a host that it takes away in so many seconds."""
@@ -139,11 +146,15 @@ class RayHosts:
         words = ("drain-node", f"--address={ADDRESS}", f"--node-id={node}", "--reason=DRAIN_NODE_REASON_PREEMPTION")
         told = (*_RAY, *words, "--reason-message=taken", f"--deadline-remaining-seconds={seconds}")
         process = self.hosts[0].start(told, subprocess.PIPE, self._folder, self.environment)
-        assert process.wait(90) == 0, process.stdout.read().decode() if process.stdout else ""
+        assert process.wait(LONG) == 0, process.stdout.read().decode() if process.stdout else ""
 
-    def start(self, *words: str, cwd: Path, index: int = 0, env: Mapping[str, str] | None = None) -> Driver:
+    def start(
+        self, *words: str, cwd: Path, index: int = 0, env: Mapping[str, str] | None = None, eager: bool = False
+    ) -> Driver:
+        """The driver of a run. An `eager` one takes fewer workers after 5 s, not 20, and looks for room each 3 s, not 30."""
         log = cwd / f"driver-{len(list(cwd.glob('driver-*.txt')))}.txt"
-        command = (sys.executable, "-m", "project", "ray", *words, f"--address={ADDRESS}")
+        program = ("-c", _EAGER) if eager else ("-m", "project")
+        command = (sys.executable, *program, "ray", *words, f"--address={ADDRESS}")
         with log.open("wb") as output:
             return Driver(self.hosts[index].start(command, output, cwd, {**self.environment, **(env or {})}), log)
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.cluster.hosts import Hosts
-from tests.cluster.machine import need, wait_until
+from tests.cluster.machine import LONG, need, wait_until
 
 # Seconds are short where a cluster's are long: a credential's life, which delays a requeued job, and a node's silence.
 _CONF = """
@@ -76,13 +76,13 @@ class Slurm:
                 0, "munged", "--foreground", "--force", f"--key-file={munge}/key", f"--socket={munge}/socket",
                 f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed",
             )  # fmt: skip
-            wait_until((munge / "socket").exists, 10, self.logs)
+            wait_until((munge / "socket").exists, LONG, self.logs)
             self._daemon(0, "slurmctld", "-D", "-i")
             for index in range(len(self.hosts)):
                 self.start_node(index)
             ready = f"{len(self.hosts)} idle"
             wait_until(
-                lambda: self.run("sinfo", "-h", "-p", "main", "-o", "%D %T", check=False).strip() == ready, 30, self.logs
+                lambda: self.run("sinfo", "-h", "-p", "main", "-o", "%D %T", check=False).strip() == ready, LONG, self.logs
             )
         except BaseException:
             self.__exit__()
@@ -128,7 +128,7 @@ class Slurm:
     def run(self, *words: str, cwd: Path | None = None, env: Mapping[str, str] | None = None, check: bool = True) -> str:
         """What a command (srun, scontrol, ...) prints, run on the first host."""
         process = self.hosts[0].start(words, subprocess.PIPE, cwd or self.folder, {**(env or {}), **self._environment})
-        output = process.communicate(timeout=240)[0].decode()
+        output = process.communicate(timeout=LONG)[0].decode()
         assert process.returncode == 0 or not check, output
         return output
 

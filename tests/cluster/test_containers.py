@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.containers import PACKAGES, Container, Image
-from tests.cluster.machine import wait_until
+from tests.cluster.machine import LONG, wait_until
 from tests.cluster.training import FIT
 from tests.conftest import ROOT, TINY, environment, took
 
@@ -122,12 +122,12 @@ def test_runs_that_cannot_be_written_are_one_message(container):
 
 def test_a_container_is_told_to_stop_and_its_successor_goes_on(container):
     """Two ranks under torchrun's agent, which is PID 1; the other container has another name, on the same node."""
-    words = ("scripts/launch.sh", "fit", *TRAINED, "--trainer.max_epochs=300", "--checkpoints.every_n_steps=1000")
+    words = ("scripts/launch.sh", "fit", *TRAINED, "--trainer.max_epochs=30000", "--checkpoints.every_n_steps=1000")
     container.env = {"NPROC_PER_NODE": "2", "PROJECT_NODE": "node-7"}
     started = container.start(*words)
-    wait_until(lambda: "step 10" in started.said() or started.process.poll() is not None, 300, started.said)
+    wait_until(lambda: "step 10" in started.said() or started.process.poll() is not None, LONG, started.said)
     started.signal("TERM")
-    run = started.wait(120)
+    run = started.wait(LONG)
     assert run.code == 143, run.output
     assert "Stopped by SIGTERM after step" in run.output
     container.hostname = "another"
@@ -181,12 +181,12 @@ def test_a_slurm_job_in_a_container_goes_back_into_the_queue_and_on(files, slurm
         assert slurm.job(job)["JobState"] not in ("FAILED", "COMPLETED"), why()
         return len(starts()) == number
 
-    wait_until(lambda: trains(1), 180, why)
+    wait_until(lambda: trains(1), LONG, why)
     slurm.run("scancel", "--signal=USR1", job)
-    wait_until(lambda: trains(2), 180, why)
+    wait_until(lambda: trains(2), LONG, why)
     assert slurm.job(job)["Restarts"] == "1", why()
     slurm.run("scancel", "--full", "--signal=TERM", job)
-    wait_until(lambda: slurm.job(job)["JobState"] not in ("RUNNING", "COMPLETING"), 60, why)
+    wait_until(lambda: slurm.job(job)["JobState"] not in ("RUNNING", "COMPLETING"), LONG, why)
     digest = hashlib.sha256(b"an image").hexdigest()
     assert {one["image"] for one in starts()} == {f"project.sif@sha256:{digest}"}
     assert "another image" not in log.read_text()

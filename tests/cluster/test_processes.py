@@ -92,7 +92,7 @@ def test_a_port_in_use_is_one_line(cli):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        run = cli(*FIT, "--trainer.devices=2", MASTER_PORT=port, MASTER_ADDR="127.0.0.1", timeout=60)
+        run = cli(*FIT, "--trainer.devices=2", MASTER_PORT=port, MASTER_ADDR="127.0.0.1")
     assert run.code == 1
     assert f"Port {port} on " in run.output
     assert "is in use by another program" in run.output

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cluster.machine import wait_until
+from tests.cluster.machine import LONG, wait_until
 from tests.cluster.ray_hosts import RayHosts
 from tests.cluster.training import FIT, RECOVER, assert_same_curve, slowly, step
 from tests.conftest import forked, took
@@ -65,7 +65,7 @@ def assert_same(folder: Path, two_ranks: tuple[dict[int, float], dict[str, torch
 
 
 def comes_to(folder: Path, number: int, driver: object) -> None:
-    wait_until(lambda: step(folder) >= number, 150, lambda: f"step {step(folder)}: {driver.output()}")  # type: ignore[attr-defined]
+    wait_until(lambda: step(folder) >= number, LONG, lambda: f"step {step(folder)}: {driver.output()}")  # type: ignore[attr-defined]
 
 
 @pytest.mark.faults
@@ -80,7 +80,7 @@ def test_three_workers_on_two_hosts_make_the_same_run_as_one_process(alone, clus
 
 def test_a_killed_rank_and_a_signal_to_the_driver(cluster, two_ranks, tmp_path):
     key = secrets.token_hex()
-    driver = cluster.start(*FIT, slowly(0.05), *TWO, cwd=tmp_path, env={"WANDB_API_KEY": key})
+    driver = cluster.start(*FIT, slowly(0.05, crawl_from=25), *TWO, cwd=tmp_path, env={"WANDB_API_KEY": key})
     comes_to(tmp_path, 10, driver)
     began = time.monotonic()
     child = cluster.children(1)[0]
@@ -90,15 +90,14 @@ def test_a_killed_rank_and_a_signal_to_the_driver(cluster, two_ranks, tmp_path):
     took("a rank's SIGKILL: Ray starts all again after", time.monotonic() - began)
     driver.says("Resumes from")
     took("and they go on after", time.monotonic() - began)
-    comes_to(tmp_path, 30, driver)
+    comes_to(tmp_path, 20, driver)
     os.kill(driver.pid, signal.SIGTERM)
     assert driver.code() == 143, driver.output()
     assert driver.output().count("Stopped by SIGTERM after step") == 1
     assert "failure 1 of 3" in driver.output()
     assert "failure 2" not in driver.output()
     without(key, cluster, tmp_path)
-    (tmp_path / "hurry").touch()
-    driver = cluster.start(*FIT, slowly(0.05), *TWO, cwd=tmp_path)
+    driver = cluster.start(*FIT, *TWO, cwd=tmp_path)
     assert driver.code() == 0, driver.output()
     assert_same(tmp_path, two_ranks)
 
@@ -137,7 +136,9 @@ def test_without_room_elsewhere_a_host_is_used_again(cluster, two_ranks, tmp_pat
 
 @pytest.mark.faults
 def test_a_host_is_lost_and_comes_back(cluster, two_ranks, tmp_path):
-    driver = cluster.start(*FIT, slowly(0.05), "--workers=2", "--placement=STRICT_SPREAD", "--run=it", cwd=tmp_path)
+    driver = cluster.start(
+        *FIT, slowly(0.05, crawl_from=20), "--workers=2", "--placement=STRICT_SPREAD", "--run=it", cwd=tmp_path
+    )
     comes_to(tmp_path, 10, driver)
     cluster.lose(1)
     driver.says("rank ")
@@ -151,7 +152,7 @@ def test_a_host_is_lost_and_comes_back(cluster, two_ranks, tmp_path):
 
 def test_a_host_is_taken_away_with_notice(cluster, two_ranks, tmp_path):
     """A preemption: the training saves, and goes on elsewhere at once."""
-    driver = cluster.start(*FIT, slowly(0.05), *TWO, "--max-failures=0", cwd=tmp_path)
+    driver = cluster.start(*FIT, slowly(0.05, crawl_from=15), *TWO, "--max-failures=0", cwd=tmp_path)
     comes_to(tmp_path, 10, driver)
     cluster.drain(1, seconds=120)
     driver.says("Stopped by SIGTERM after step")
@@ -166,9 +167,7 @@ def test_a_host_is_taken_away_with_notice(cluster, two_ranks, tmp_path):
 
 def test_a_run_shrinks_when_a_host_is_lost_and_grows_when_it_is_back(alone, cluster, tmp_path):
     words = ("--workers=2", "--min-workers=1", "--cpus=2", "--run=it")
-    # Minutes long, or it may be over before it has grown: Ray looks for places every 30 s, and takes a host that has just come
-    # for one or not. 'hurry' ends it.
-    driver = cluster.start(*FIT, slowly(0.4), *words, cwd=tmp_path)
+    driver = cluster.start(*FIT, slowly(0.05, crawl_from=20), *words, cwd=tmp_path, eager=True)
     driver.says("Ray: 2 workers on ")  # perhaps not at its start
     comes_to(tmp_path, step(tmp_path) + 5, driver)
     before, began = driver.output(), time.monotonic()
@@ -179,7 +178,7 @@ def test_a_run_shrinks_when_a_host_is_lost_and_grows_when_it_is_back(alone, clus
     took("a lost host: on with one worker after", time.monotonic() - began)
     before, began = driver.output(), time.monotonic()
     cluster.start_node(1)
-    driver.says("Ray: 2 workers on ", seconds=240, after=before)
+    driver.says("Ray: 2 workers on ", after=before)
     driver.says("Resumes from", after=before)
     took("it is back: on with two workers after", time.monotonic() - began)
     (tmp_path / "hurry").touch()
@@ -187,7 +186,7 @@ def test_a_run_shrinks_when_a_host_is_lost_and_grows_when_it_is_back(alone, clus
     assert_same_curve(tmp_path, alone)
 
 
-RATES = [0.001, 0.05, 0.0005, 0.002]
+RATES = [0.001, 0.05, 0.0005]
 SWEEP = {"metric": "val/loss", "mode": "min", "keys": {"model.optimizer.init_args.lr": RATES}}
 
 
@@ -201,23 +200,23 @@ def test_a_search_whose_metric_is_wrong_is_refused_by_name(cluster, tmp_path):
 
 
 def test_a_search_with_a_trial_that_is_killed(cluster, tmp_path):
-    """Four trials, two at a time. The second one is killed, and resumes from its checkpoint; where ASHA stops it then, it goes
+    """Three trials, two at a time. The second one is killed, and resumes from its checkpoint; where ASHA stops it then, it goes
     on without Ray to the same bits as one that nothing happened to. The key of a service goes to the trials, and into no file.
     """
     (tmp_path / "sweep.yaml").write_text(json.dumps(SWEEP))
     words = (*FIT, "--trainer.threads=1")
     key = secrets.token_hex()
     search = ("--run=it", "--tune=sweep.yaml", "--cpus=2")
-    driver = cluster.start(*words, slowly(0.05), *search, cwd=tmp_path, env={"WANDB_API_KEY": key})
+    driver = cluster.start(*words, slowly(0.05, crawl_from=20), *search, cwd=tmp_path, env={"WANDB_API_KEY": key})
     driver.says("it-2  step 20  val/loss")
     child = child_of(cluster, "it-2")
     assert f"WANDB_API_KEY={key}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
     os.kill(child, signal.SIGKILL)
     log = tmp_path / "lightning_logs/it-2/log.txt"
-    wait_until(lambda: "Resumes from" in log.read_text(), 150, driver.output)
+    wait_until(lambda: "Resumes from" in log.read_text(), LONG, driver.output)
     (tmp_path / "hurry").touch()
-    assert driver.code(400) == 0, driver.output()
-    ends = [f"it-{number}  ends after step" for number in (1, 2, 3, 4)]
+    assert driver.code() == 0, driver.output()
+    ends = [f"it-{number}  ends after step" for number in (1, 2, 3)]
     assert all(driver.output().count(one) == 1 for one in ends), driver.output()
     assert driver.output().count("it-2  step 20  val/loss") == 1  # also where it is read again
     assert driver.output().count("best        it-2: val/loss") == 1

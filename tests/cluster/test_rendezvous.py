@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
+from tests.cluster.machine import LONG
 from tests.conftest import ROOT, fork
 
 Node = tuple[ForkServerProcess, Path]
@@ -30,7 +31,7 @@ def node(tmp_path: Path) -> Callable[..., Node]:
 
 def ends(*nodes: Node) -> list[tuple[int | None, str]]:
     for process, _ in nodes:
-        process.join(60)
+        process.join(LONG)
     return [(process.exitcode, output.read_text()) for process, output in nodes]
 
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from tests.cluster.machine import wait_until
+from tests.cluster.machine import LONG, wait_until
 from tests.cluster.test_hosts import launch, printed
-from tests.cluster.training import step
+from tests.cluster.training import slowly, step
 from tests.conftest import forked
 from tests.own import write_texts
 from tests.survive.test_resume import curves, same
@@ -34,7 +34,7 @@ def test_two_hosts_of_two_ranks_have_the_weights_of_one_process(hosts, tmp_path,
     words += [*FLOAT64, sharded(shard=shard), "--trainer.devices=2", *RECOVER]
     words += [f"--trainer.callbacks+={json.dumps(KILLS)}"]
     running = [launch(host, folder, *words, nodes=2, NPROC_PER_NODE="2") for host in hosts[:2]]
-    codes = [each.wait(300) for each in running]
+    codes = [each.wait(LONG) for each in running]
     assert codes == [0, 0], printed(folder)
     output = (folder / "h1.txt").read_text()
     assert output.count("2 hosts x 2 processes") == 3
@@ -56,16 +56,19 @@ def test_a_lost_hosts_shards_are_in_the_memory_of_the_next(hosts, tmp_path, lost
     alone.mkdir()
     together.mkdir()
     words = [word for word in RUNS["regression"] if not word.startswith("--trainer.devices")]
-    words += [EXACT, "--data.init_args.size=1300", "--checkpoints.every_n_steps=500"]
+    words += [EXACT, "--data.init_args.size=700", "--checkpoints.every_n_steps=500"]
     done = forked(alone, *words, "--trainer.devices=1", f"--trainer.callbacks={json.dumps([GATHER])}")
     assert done.code == 0, done.output
-    slow = {"class_path": "tests.probes.Ledger", "init_args": {"pause": 0.05}}
-    words += [sharded(shard="full"), *RECOVER, f"--trainer.callbacks={json.dumps([GATHER, slow])}"]
+    slow = json.loads(slowly(0.05, crawl_from=25).partition("=")[2])
+    words += [sharded(shard="full"), *RECOVER, f"--trainer.callbacks={json.dumps([GATHER, *slow])}"]
     running = [launch(host, together, *words, nodes="1:3") for host in hosts]
-    wait_until(lambda: step(together) >= 15, 120, lambda: printed(together))
+    wait_until(lambda: step(together) >= 15, LONG, lambda: printed(together))
     for host in hosts[3 - lost :]:
         host.kill()
-    assert [each.wait(240) for each in running[: 3 - lost]] == [0] * (3 - lost), printed(together)
+    again = "The run resumes without" if lost == 1 else "All ranks resume (restart"
+    wait_until(lambda: again in (together / "h1.txt").read_text(), LONG, lambda: printed(together))
+    (together / "hurry").touch()
+    assert [each.wait(LONG) for each in running[: 3 - lost]] == [0] * (3 - lost), printed(together)
     speaker = (together / "h1.txt").read_text()
     assert speaker.count("The run resumes without") >= 1
     assert speaker.count("Resumes from /dev/shm/samerun-state-") >= 1

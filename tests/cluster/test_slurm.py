@@ -1,5 +1,6 @@
 """A real Slurm: srun and scripts/slurm.sbatch on two nodes, and a job that is put back into the queue in every way there is."""
 
+import re
 import shlex
 import sys
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cluster.machine import wait_until
+from tests.cluster.machine import LONG, wait_until
 from tests.cluster.training import FIT, RECOVER, STEPS, assert_same_curve, slowly, step
 from tests.conftest import ROOT, TINY, environment, forked, took
 from tests.survive.test_resume import faults, same
@@ -47,7 +48,7 @@ def test_a_job_whose_node_loses_ranks_again_and_again_is_started_without_it(alon
     job = slurm.submit(str(ROOT / "scripts/slurm.sbatch"), *words, cwd=tmp_path, env=settings())
     log = tmp_path / f"slurm-{job}.log"
     why = partial(slurm.why, job, log)
-    wait_until(lambda: slurm.job(job)["JobState"] in ("COMPLETED", "FAILED"), 150, why)
+    wait_until(lambda: slurm.job(job)["JobState"] in ("COMPLETED", "FAILED"), LONG, why)
     (line,) = [line for line in log.read_text().splitlines() if "h2 has lost ranks 2 times within an hour" in line]
     assert line.endswith("The job is back in the queue. When this run requeues the job, Slurm starts it without n2."), why()
     shown = slurm.job(job)
@@ -63,7 +64,7 @@ def test_a_job_that_would_wait_for_other_nodes_for_ever_is_not_requeued(slurm, t
     given = (*words, str(ROOT / "scripts/slurm.sbatch"), *FIT[1:], lost, "--recover.restarts=1", "--recover.strikes=2")
     job = slurm.submit(*given, cwd=tmp_path, env=settings())
     log = tmp_path / f"slurm-{job}.log"
-    wait_until(lambda: slurm.job(job)["JobState"] == "FAILED", 150, partial(slurm.why, job, log))
+    wait_until(lambda: slurm.job(job)["JobState"] == "FAILED", LONG, partial(slurm.why, job, log))
     assert "(recover.restarts): not restarted. The same command resumes the run.\n" in log.read_text()
     assert slurm.job(job)["Restarts"] == "0"
 
@@ -126,11 +127,11 @@ def test_a_job_array_trains_a_sweep_and_a_task_that_is_put_back_goes_on_with_its
         return f"{[slurm.job(f'{job}_{task}') for task in (1, 2)]}\n{said}\n{slurm.logs()}"
 
     first, second = (tmp_path / f"lightning_logs/ddp-{job}_{task}" for task in (1, 2))
-    wait_until(lambda: all([*run.glob("checkpoints/step-*.ckpt")] for run in (first, second)), 120, why)
+    wait_until(lambda: all([*run.glob("checkpoints/step-*.ckpt")] for run in (first, second)), LONG, why)
     slurm.run("scancel", "--signal=USR1", f"{job}_2")
-    wait_until(lambda: slurm.job(f"{job}_2")["Restarts"] == "1", 120, why)
+    wait_until(lambda: slurm.job(f"{job}_2")["Restarts"] == "1", LONG, why)
     (tmp_path / "hurry").touch()
-    wait_until(lambda: all(slurm.job(f"{job}_{task}")["JobState"] == "COMPLETED" for task in (1, 2)), 150, why)
+    wait_until(lambda: all(slurm.job(f"{job}_{task}")["JobState"] == "COMPLETED" for task in (1, 2)), LONG, why)
     assert "Trial: --model.optimizer.init_args.lr=0.02 --seed_everything=5" in (tmp_path / "2.log").read_text()
     assert (tmp_path / "2.log").read_text().count("Resumes from") == 1, why()
     by_hand = forked(
@@ -148,8 +149,8 @@ def test_a_job_array_trains_a_sweep_and_a_task_that_is_put_back_goes_on_with_its
 def test_a_job_is_put_back_by_its_time_limit_by_preemption_and_by_a_lost_node(alone, slurm, tmp_path):
     """And goes on each time, with one rank slower than the other and a slow disk. COMPLETED when it is, and not before."""
     script = tmp_path / "job.sbatch"
-    script.write_text((ROOT / "scripts" / "slurm.sbatch").read_text().replace("USR1@60", "USR1@2"))
-    job = slurm.submit(str(script), *FIT[1:], slowly(0.01, rank_1=0.5, disk=3), cwd=tmp_path, env=settings())
+    script.write_text((ROOT / "scripts" / "slurm.sbatch").read_text().replace("USR1@60", "USR1@1"))
+    job = slurm.submit(str(script), *FIT[1:], slowly(0.01, rank_1=0.2, disk=2, crawl_from=25), cwd=tmp_path, env=settings())
     log = tmp_path / f"slurm-{job}.log"
 
     def state() -> tuple[str, ...]:
@@ -161,9 +162,9 @@ def test_a_job_is_put_back_by_its_time_limit_by_preemption_and_by_a_lost_node(al
     def trains(restarts: int, nodes: str = "n[1-2]", after: str = "") -> None:
         """After so many restarts it runs, and comes two steps further."""
         began = time.monotonic()
-        wait_until(lambda: state() == ("RUNNING", str(restarts), nodes), 120, why)
+        wait_until(lambda: state() == ("RUNNING", str(restarts), nodes), LONG, why)
         reached = step(tmp_path)
-        wait_until(lambda: step(tmp_path) >= reached + 2, 120, why)
+        wait_until(lambda: step(tmp_path) >= reached + 2, LONG, why)
         assert state() == ("RUNNING", str(restarts), nodes), why()
         if after:
             took(f"{after}: the job trains again after", time.monotonic() - began)
@@ -174,13 +175,14 @@ def test_a_job_is_put_back_by_its_time_limit_by_preemption_and_by_a_lost_node(al
     slurm.run("srun", "--partition=urgent", "--nodes=3", "--exclusive", "true")
     trains(2, after="preemption")
     assert log.read_text().count("Stopped by SIGUSR1 after step") == 2
-    assert "A checkpoint takes 3 s, and after a signal this job has 2 s: it would be cut short." in log.read_text()
+    assert re.search(r"A checkpoint takes \d+ s, and after a signal this job has 1 s: it would be cut short\.", log.read_text())
     slurm.lose_node(1)
     trains(3, "n[1,3]", after="a lost node")
     assert log.read_text().count("Resumes from") == 3
     (tmp_path / "hurry").touch()
-    wait_until(lambda: state()[0] != "RUNNING", 120, why)
-    wait_until(lambda: state()[0] == "COMPLETED", 10, why)
+    wait_until(lambda: state()[0] != "RUNNING", LONG, why)
+    wait_until(lambda: state()[0] != "COMPLETING", LONG, why)
+    assert state()[0] == "COMPLETED", why()
     assert step(tmp_path) == STEPS - 1
     assert_same_curve(tmp_path, alone)
 
@@ -188,16 +190,16 @@ def test_a_job_is_put_back_by_its_time_limit_by_preemption_and_by_a_lost_node(al
 @pytest.mark.faults
 def test_a_checkpoint_that_takes_longer_than_the_lead_does_not_end_the_job(slurm, tmp_path):
     """A time limit of a minute, and a disk that needs it alone: the job goes back before its time is over, and says why."""
-    script = [str(ROOT / "scripts" / "slurm.sbatch"), *FIT[1:], slowly(0.2, disk=60)]
+    script = [str(ROOT / "scripts" / "slurm.sbatch"), *FIT[1:], slowly(0.2, disk=60, crawl_from=25)]
     job = slurm.submit("--time=1", "--signal=USR1@10", *script, cwd=tmp_path, env=settings())
     log = tmp_path / f"slurm-{job}.log"
 
     why = partial(slurm.why, job, log)
-    wait_until(lambda: slurm.job(job)["Restarts"] == "1" or slurm.job(job)["JobState"] == "TIMEOUT", 150, why)
+    wait_until(lambda: slurm.job(job)["Restarts"] == "1" or slurm.job(job)["JobState"] == "TIMEOUT", LONG, why)
     (tmp_path / "hurry").touch()
     slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")
     assert f"before the end of Slurm job {job}, and the checkpoint takes longer: it is cut short" in log.read_text(), why()
-    wait_until(lambda: slurm.job(job)["JobState"] == "COMPLETED", 150, why)
+    wait_until(lambda: slurm.job(job)["JobState"] == "COMPLETED", LONG, why)
     assert step(tmp_path) == STEPS - 1
     assert not list(tmp_path.glob("lightning_logs/.requeues-*"))
 
@@ -210,8 +212,8 @@ def test_a_job_that_never_comes_to_a_step_is_not_put_back_for_ever(slurm, tmp_pa
 
     why = partial(slurm.why, job, log)
     for start in range(1, 4):
-        wait_until(lambda start=start: log.exists() and log.read_text().count("MASTER_ADDR=") == start, 120, why)
+        wait_until(lambda start=start: log.exists() and log.read_text().count("MASTER_ADDR=") == start, LONG, why)
         slurm.run("scancel", "--signal=USR1", job)
-    wait_until(lambda: slurm.job(job)["JobState"] == "FAILED", 60, why)
+    wait_until(lambda: slurm.job(job)["JobState"] == "FAILED", LONG, why)
     assert "is NOT put back into the queue: it was started 3 times and came to no new checkpoint" in log.read_text(), why()
     assert slurm.job(job)["Restarts"] == "2"

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.cluster.clock import Clock
-from tests.cluster.machine import wait_until
+from tests.cluster.machine import LONG, wait_until
 from tests.cluster.training import FIT, assert_same_curve
 from tests.conftest import TINY, environment, took
 
@@ -35,7 +35,7 @@ def start(host, folder, *words, nodes, master="h1", **extra):
         return host.start(program, output, folder, {**settings, **extra})
 
 
-def results(running, folder, seconds=180):
+def results(running, folder, seconds=LONG):
     codes = [one.wait(seconds) for one in running]
     report = folder / "lightning_logs/it/doctor.json"
     found = json.loads(report.read_text())["findings"] if report.exists() else []

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.conftest import TINY, Run
 
-EPOCHS = 8
+EPOCHS = 5
 # A global batch that one, two and three ranks can make.
 FIT = (
     *("fit", "--config=configs/ddp.yaml", *TINY, "--data.source.init_args.train_size=250", "--checkpoints.every_n_steps=3"),
@@ -29,7 +29,8 @@ RECOVER = (
 def slowly(every: float, rank_1: float = 0.0, disk: float = 0.0, crawl_from: int | None = None) -> str:
     """A command-line word: seconds that all ranks wait before each micro-batch, that rank 1 waits besides, and that a
     checkpoint takes to write. The ranks note where they are. All is fast from when there is a file 'hurry', which a test makes
-    that needs the run to last: from the step `crawl_from` on a micro-batch takes half a second.
+    that needs the run to last: from the step `crawl_from` on a micro-batch takes a quarter of a second, and a tenth more
+    in each further step. From 25 on, the rest takes two ranks two minutes.
     """
     probes = [
         ("Ledger", {"pause": every, "crawl_from": crawl_from}),

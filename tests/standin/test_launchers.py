@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import hosts, three_hosts  # noqa: F401 - fixtures
+from tests.cluster.machine import LONG
 from tests.cluster.test_hosts import launch, printed
 from tests.conftest import PATIENCE, Cli
 from tests.conftest import environment as clean
@@ -84,7 +85,7 @@ def test_two_hosts_with_two_gpus_each(hosts: Any, gpu: Cli, tmp_path: Path, shar
     with meeting_place() as place:
         own = {**environment(2, place), "NPROC_PER_NODE": "2"}
         running = [launch(host, together, *words, plugged(CONTEXTS), nodes=2, **own) for host in hosts[:2]]
-        codes = [one.wait(300) for one in running]
+        codes = [one.wait(LONG) for one in running]
     assert codes == [0, 0], printed(together)
     assert "2 hosts x 2 processes" in (together / "h1.txt").read_text()
     assert [one["devices"] for one in contexts(together)] == [[0], [1], [0], [1]]
