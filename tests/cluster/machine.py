@@ -55,13 +55,13 @@ def descendants(pid: int) -> list[int]:
     return [one for child in found for one in (child, *descendants(child))]
 
 
-def wait_until(true: Callable[[], object], seconds: float, what: str | Callable[[], str]) -> None:
-    """Waits for something to become true; `what` says what did not, if it does not."""
+def wait_until(true: Callable[[], object], seconds: float, what: str | Callable[[], str], every: float = 0.05) -> None:
+    """Waits for something to become true; `what` says what did not, if it does not. It is asked `every` so many seconds."""
     deadline = time.monotonic() + seconds
     while not true():
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {seconds:.0f} s: {what() if callable(what) else what}")
-        time.sleep(0.05)
+        time.sleep(every)
 
 
 def command(*words: str, **kwargs: object) -> str:

@@ -6,7 +6,6 @@ with RayHosts(2, folder) as ray:
     ray.start_node(1)
 """
 
-import json
 import os
 import secrets
 import shutil
@@ -14,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,7 +32,6 @@ from project.launch.ray import fit
 fit._SHRINK, fit._EVERY = 5.0, 3
 main()
 """
-_NODES = "import json, ray; ray.init('auto', log_to_driver=False, logging_level='CRITICAL'); print(json.dumps(ray.nodes()))"
 
 
 def need_ray() -> None:
@@ -114,13 +113,14 @@ class RayHosts:
         with (self._folder / f"raylet-{index}.txt").open("wb") as output:
             host.start((*words, "--object-store-memory=100000000"), output, self._folder, self.environment)
 
-    def nodes(self) -> dict[str, str]:
-        """Those that are alive: address and id."""
-        env = {**self.environment, "RAY_ADDRESS": ADDRESS}
-        process = self.hosts[0].start((sys.executable, "-c", _NODES), subprocess.PIPE, self._folder, env)
-        output = process.communicate(timeout=LONG)[0].decode()
-        assert process.returncode == 0, output
-        return {one["NodeManagerAddress"]: one["NodeID"] for one in json.loads(output.splitlines()[-1]) if one["Alive"]}
+    def node(self, index: int) -> str:
+        """What Ray calls a host: its raylet was told."""
+        for pid in self.hosts[index].pids():
+            with suppress(OSError):  # it has ended meanwhile
+                for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                    if word.startswith(b"--node_id="):
+                        return word.removeprefix(b"--node_id=").decode()
+        raise AssertionError(f"no raylet on {self.hosts[index].name}")
 
     def joined(self, *started: int) -> None:
         """Waits until these hosts are in the cluster."""
@@ -142,8 +142,7 @@ class RayHosts:
 
     def drain(self, index: int, seconds: int) -> None:
         """What a cloud says of a host that it takes away in so many seconds."""
-        node = self.nodes()[self.hosts[index].address]
-        words = ("drain-node", f"--address={ADDRESS}", f"--node-id={node}", "--reason=DRAIN_NODE_REASON_PREEMPTION")
+        words = ("drain-node", f"--address={ADDRESS}", f"--node-id={self.node(index)}", "--reason=DRAIN_NODE_REASON_PREEMPTION")
         told = (*_RAY, *words, "--reason-message=taken", f"--deadline-remaining-seconds={seconds}")
         process = self.hosts[0].start(told, subprocess.PIPE, self._folder, self.environment)
         assert process.wait(LONG) == 0, process.stdout.read().decode() if process.stdout else ""

@@ -81,9 +81,8 @@ class Slurm:
             for index in range(len(self.hosts)):
                 self.start_node(index)
             ready = f"{len(self.hosts)} idle"
-            wait_until(
-                lambda: self.run("sinfo", "-h", "-p", "main", "-o", "%D %T", check=False).strip() == ready, LONG, self.logs
-            )
+            sinfo = ("sinfo", "-h", "-p", "main", "-o", "%D %T")
+            wait_until(lambda: self.run(*sinfo, check=False).strip() == ready, LONG, self.logs, every=0.3)
         except BaseException:
             self.__exit__()
             raise

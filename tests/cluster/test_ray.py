@@ -80,7 +80,8 @@ def test_three_workers_on_two_hosts_make_the_same_run_as_one_process(alone, clus
 
 def test_a_killed_rank_and_a_signal_to_the_driver(cluster, two_ranks, tmp_path):
     key = secrets.token_hex()
-    driver = cluster.start(*FIT, slowly(0.05, crawl_from=25), *TWO, cwd=tmp_path, env={"WANDB_API_KEY": key})
+    words = (*FIT, slowly(0.05, crawl_from=25), *TWO)
+    driver = cluster.start(*words, cwd=tmp_path, env={"WANDB_API_KEY": key})
     comes_to(tmp_path, 10, driver)
     began = time.monotonic()
     child = cluster.children(1)[0]
@@ -97,7 +98,8 @@ def test_a_killed_rank_and_a_signal_to_the_driver(cluster, two_ranks, tmp_path):
     assert "failure 1 of 3" in driver.output()
     assert "failure 2" not in driver.output()
     without(key, cluster, tmp_path)
-    driver = cluster.start(*FIT, *TWO, cwd=tmp_path)
+    (tmp_path / "hurry").touch()
+    driver = cluster.start(*words, cwd=tmp_path)
     assert driver.code() == 0, driver.output()
     assert_same(tmp_path, two_ranks)
 

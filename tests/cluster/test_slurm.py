@@ -48,7 +48,7 @@ def test_a_job_whose_node_loses_ranks_again_and_again_is_started_without_it(alon
     job = slurm.submit(str(ROOT / "scripts/slurm.sbatch"), *words, cwd=tmp_path, env=settings())
     log = tmp_path / f"slurm-{job}.log"
     why = partial(slurm.why, job, log)
-    wait_until(lambda: slurm.job(job)["JobState"] in ("COMPLETED", "FAILED"), LONG, why)
+    wait_until(lambda: slurm.job(job)["JobState"] in ("COMPLETED", "FAILED"), LONG, why, every=0.3)
     (line,) = [line for line in log.read_text().splitlines() if "h2 has lost ranks 2 times within an hour" in line]
     assert line.endswith("The job is back in the queue. When this run requeues the job, Slurm starts it without n2."), why()
     shown = slurm.job(job)
@@ -64,7 +64,7 @@ def test_a_job_that_would_wait_for_other_nodes_for_ever_is_not_requeued(slurm, t
     given = (*words, str(ROOT / "scripts/slurm.sbatch"), *FIT[1:], lost, "--recover.restarts=1", "--recover.strikes=2")
     job = slurm.submit(*given, cwd=tmp_path, env=settings())
     log = tmp_path / f"slurm-{job}.log"
-    wait_until(lambda: slurm.job(job)["JobState"] == "FAILED", LONG, partial(slurm.why, job, log))
+    wait_until(lambda: slurm.job(job)["JobState"] == "FAILED", LONG, partial(slurm.why, job, log), every=0.3)
     assert "(recover.restarts): not restarted. The same command resumes the run.\n" in log.read_text()
     assert slurm.job(job)["Restarts"] == "0"
 
@@ -129,9 +129,9 @@ def test_a_job_array_trains_a_sweep_and_a_task_that_is_put_back_goes_on_with_its
     first, second = (tmp_path / f"lightning_logs/ddp-{job}_{task}" for task in (1, 2))
     wait_until(lambda: all([*run.glob("checkpoints/step-*.ckpt")] for run in (first, second)), LONG, why)
     slurm.run("scancel", "--signal=USR1", f"{job}_2")
-    wait_until(lambda: slurm.job(f"{job}_2")["Restarts"] == "1", LONG, why)
+    wait_until(lambda: slurm.job(f"{job}_2")["Restarts"] == "1", LONG, why, every=0.3)
     (tmp_path / "hurry").touch()
-    wait_until(lambda: all(slurm.job(f"{job}_{task}")["JobState"] == "COMPLETED" for task in (1, 2)), LONG, why)
+    wait_until(lambda: all(slurm.job(f"{job}_{task}")["JobState"] == "COMPLETED" for task in (1, 2)), LONG, why, every=0.3)
     assert "Trial: --model.optimizer.init_args.lr=0.02 --seed_everything=5" in (tmp_path / "2.log").read_text()
     assert (tmp_path / "2.log").read_text().count("Resumes from") == 1, why()
     by_hand = forked(
@@ -162,7 +162,7 @@ def test_a_job_is_put_back_by_its_time_limit_by_preemption_and_by_a_lost_node(al
     def trains(restarts: int, nodes: str = "n[1-2]", after: str = "") -> None:
         """After so many restarts it runs, and comes two steps further."""
         began = time.monotonic()
-        wait_until(lambda: state() == ("RUNNING", str(restarts), nodes), LONG, why)
+        wait_until(lambda: state() == ("RUNNING", str(restarts), nodes), LONG, why, every=0.3)
         reached = step(tmp_path)
         wait_until(lambda: step(tmp_path) >= reached + 2, LONG, why)
         assert state() == ("RUNNING", str(restarts), nodes), why()
@@ -180,8 +180,8 @@ def test_a_job_is_put_back_by_its_time_limit_by_preemption_and_by_a_lost_node(al
     trains(3, "n[1,3]", after="a lost node")
     assert log.read_text().count("Resumes from") == 3
     (tmp_path / "hurry").touch()
-    wait_until(lambda: state()[0] != "RUNNING", LONG, why)
-    wait_until(lambda: state()[0] != "COMPLETING", LONG, why)
+    wait_until(lambda: state()[0] != "RUNNING", LONG, why, every=0.3)
+    wait_until(lambda: state()[0] != "COMPLETING", LONG, why, every=0.3)
     assert state()[0] == "COMPLETED", why()
     assert step(tmp_path) == STEPS - 1
     assert_same_curve(tmp_path, alone)
@@ -195,11 +195,11 @@ def test_a_checkpoint_that_takes_longer_than_the_lead_does_not_end_the_job(slurm
     log = tmp_path / f"slurm-{job}.log"
 
     why = partial(slurm.why, job, log)
-    wait_until(lambda: slurm.job(job)["Restarts"] == "1" or slurm.job(job)["JobState"] == "TIMEOUT", LONG, why)
+    wait_until(lambda: slurm.job(job)["Restarts"] == "1" or slurm.job(job)["JobState"] == "TIMEOUT", LONG, why, every=0.3)
     (tmp_path / "hurry").touch()
     slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")
     assert f"before the end of Slurm job {job}, and the checkpoint takes longer: it is cut short" in log.read_text(), why()
-    wait_until(lambda: slurm.job(job)["JobState"] == "COMPLETED", LONG, why)
+    wait_until(lambda: slurm.job(job)["JobState"] == "COMPLETED", LONG, why, every=0.3)
     assert step(tmp_path) == STEPS - 1
     assert not list(tmp_path.glob("lightning_logs/.requeues-*"))
 
@@ -214,6 +214,6 @@ def test_a_job_that_never_comes_to_a_step_is_not_put_back_for_ever(slurm, tmp_pa
     for start in range(1, 4):
         wait_until(lambda start=start: log.exists() and log.read_text().count("MASTER_ADDR=") == start, LONG, why)
         slurm.run("scancel", "--signal=USR1", job)
-    wait_until(lambda: slurm.job(job)["JobState"] == "FAILED", LONG, why)
+    wait_until(lambda: slurm.job(job)["JobState"] == "FAILED", LONG, why, every=0.3)
     assert "is NOT put back into the queue: it was started 3 times and came to no new checkpoint" in log.read_text(), why()
     assert slurm.job(job)["Restarts"] == "2"
