@@ -19,7 +19,7 @@ from project.launch.torchrun_agent import exit_code
 from tests.conftest import PATIENCE, ROOT, TINY, environment
 
 LAUNCH = str(ROOT / "scripts" / "launch.sh")
-LONG = ("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_epochs=100000", "--data.global_batch_size=48")
+LONG = ("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_epochs=100000", "--data.global_batch_size=32")
 
 
 def launching(folder: Path, *command: str, **extra: str) -> subprocess.Popen[str]:
