@@ -266,4 +266,4 @@ def cgroup(tmp_path: Path) -> Iterator[None]:
             group.rmdir()
         return not group.exists()
 
-    wait_until(gone, 10, f"{group} can't be removed")
+    wait_until(gone, 60, f"{group} can't be removed")

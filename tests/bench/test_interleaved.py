@@ -27,7 +27,7 @@ def program(name: str, pause: float, ranks: int = 1, text: str = RANK) -> Progra
 
 @pytest.mark.slow
 def test_one_after_the_other_in_each_round(tmp_path):
-    measured = interleaved([program("a", 0.0), program("b", 0.02, ranks=2)], tmp_path, turns=2, steps=3)
+    measured = interleaved([program("a", 0.0), program("b", 0.1, ranks=2)], tmp_path, turns=2, steps=3)
     order = (tmp_path / "order.txt").read_text().split()
     assert order[:1] == ["a0"]
     assert set(order[1:3]) == {"b0", "b1"}  # one program starts after the other

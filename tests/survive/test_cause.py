@@ -17,7 +17,7 @@ from project.cli.watching import main as watch
 from project.errors import UserError
 from project.survive.failure import Folded, cause_of, one_line
 from tests.conftest import Cli, Run
-from tests.survive.test_failure import BROKEN, CRAMPED
+from tests.survive.test_failure import BROKEN, CRAMPED, STUCK
 from tests.watch.test_progress import Named
 
 HOST = socket.gethostname()
@@ -133,7 +133,7 @@ def test_an_error_of_another_rank_is_the_cause(quick: Cli, capsys: pytest.Captur
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_the_cause_everywhere(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--data.source.train.init_args.on=1", "--data.source.train.init_args.how=kill", "--trainer.devices=2")
-    run = cli(*BROKEN, *words, timeout=60)
+    run = cli(*BROKEN, *words, timeout=STUCK)
     assert run.code == 75
     why = f"rank 1 on {HOST} was killed by signal 9"
     last = run.output.splitlines()[-1]
@@ -150,7 +150,7 @@ def test_a_rank_that_is_killed_is_the_cause_everywhere(cli: Cli, capsys: pytest.
 @pytest.mark.slow
 def test_who_is_left_says_what_filled_the_memory_and_what_to_lower(cli: Cli, cgroup: None) -> None:
     words = ("--data.source.train.init_args.on=1", "--data.source.train.init_args.how=hog", "--trainer.devices=2")
-    run = cli(*BROKEN, *words, CRAMPED[0], "--trainer.callbacks.rank=1", timeout=60)
+    run = cli(*BROKEN, *words, CRAMPED[0], "--trainer.callbacks.rank=1", timeout=STUCK)
     assert run.code == 75
     last = run.output.splitlines()[-1]
     held = r"\(seen last: \d\.\d GiB of its own, the limit of all processes in its cgroup: 0\.5 GiB\)"

@@ -88,7 +88,7 @@ def test_kills_at_random_moments(tmp_path):
             alive = run.poll() is None
             if alive:
                 kill(run, moment.choice(["0", "1", "all"]), signal.SIGKILL)
-            output = run.communicate(timeout=60)[0]
+            output = run.communicate(timeout=240)[0]
         finally:
             with_group(run)
         if alive:
@@ -140,7 +140,7 @@ def test_signals_with_ranks_out_of_step(tmp_path, launcher, number, who, request
                 else:
                     os.kill(workers[int(who)], number)
                 break
-        output = run.communicate(timeout=60)[0]
+        output = run.communicate(timeout=240)[0]
     finally:
         with_group(run)
     assert began is not None
@@ -160,7 +160,7 @@ def test_a_signal_during_the_start_up_is_honoured(tmp_path):
     run = start(tmp_path)
     time.sleep(2)  # PyTorch is being loaded
     os.kill(run.pid, signal.SIGTERM)
-    output = run.communicate(timeout=60)[0]
+    output = run.communicate(timeout=240)[0]
     with_group(run)
     assert run.returncode == 143, output
     assert "epoch 2" not in output

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from project.cluster import connection
 from project.survive import failure
 from tests.conftest import environment, since_struck, took
-from tests.survive.test_failure import SOON, deaf
+from tests.survive.test_failure import SOON, STUCK, deaf
 
 HOST = socket.gethostname()
 RANK = "import ctypes, os, signal, sys, threading\nfrom project.survive.abort import exit_on_abort\nexit_on_abort()\n"
@@ -72,7 +72,7 @@ def ended(program: str, **extra: str) -> int:
         resource.setrlimit(resource.RLIMIT_CORE, (resource.getrlimit(resource.RLIMIT_CORE)[1],) * 2)
 
     done = subprocess.run(
-        [sys.executable, "-c", RANK + program], env=environment(**extra), preexec_fn=with_core_dumps, timeout=60
+        [sys.executable, "-c", RANK + program], env=environment(**extra), preexec_fn=with_core_dumps, timeout=STUCK
     )
     return done.returncode
 
@@ -108,7 +108,7 @@ def test_another_handler_stays() -> None:
 )
 def test_a_rank_that_aborts_is_named_and_all_end_with_75(cli: Any, launcher: str, on: int) -> None:
     launched = {"torchrun": 3} if launcher == "torchrun" else {}
-    run = cli(*deaf(rank=on, how="abort"), *([] if launched else ["--trainer.devices=3"]), timeout=60, **launched)
+    run = cli(*deaf(rank=on, how="abort"), *([] if launched else ["--trainer.devices=3"]), timeout=STUCK, **launched)
     seconds = since_struck(run.folder)
     took(f"rank {on} of 3 aborts, and the others wait for a device, {launcher}: all have ended after", seconds)
     aborted = f"rank {on} on {HOST} was ended by SIGABRT: NCCL or another library gave up."

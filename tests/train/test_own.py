@@ -185,7 +185,7 @@ def test_the_doctor_examines_what_has_no_images(folders):
 @pytest.mark.parametrize("sized", [pytest.param(True, marks=pytest.mark.faults), False])
 def test_ranks_whose_evaluations_are_of_different_lengths_do_not_wait_for_each_other(folders, sized):
     words = ("fit", "--data=tests.own.UnevenData", f"--data.sized={sized}", "--model=tests.own.Regression", *OFTEN)
-    run = forked(folders("it"), *words, "--trainer.max_epochs=2", "--watchdog.at_least=8", ranks=3)
+    run = forked(folders("it"), *words, "--trainer.max_epochs=2", "--watchdog.at_least=30", ranks=3)
     assert run.code == 0, run.output
     assert len(curves(run.folder)["val_loss"]) == 2
 
@@ -194,7 +194,7 @@ def test_ranks_whose_evaluations_are_of_different_lengths_do_not_wait_for_each_o
 def test_a_rank_that_leaves_a_micro_batch_out_is_refused(folders):
     """The others would wait for it, or the weights would become different ones."""
     words = ("--trainer.max_steps=5", "--trainer.global_batch_size=12", "--model=tests.own.Choosy")
-    run = forked(folders("it"), *RUN, *words, "--watchdog.at_least=8", ranks=3)
+    run = forked(folders("it"), *RUN, *words, "--watchdog.at_least=30", ranks=3)
     assert run.code == 1, run.output
     assert "training_step returned None on rank 1 in step 3, and the other ranks would wait" in run.output
     assert "Traceback" not in run.output
