@@ -17,8 +17,10 @@ from project.watch.throughput import Throughput
 from tests.conftest import TINY, Cli
 
 FIT = (
-    *("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_epochs=3", "--trainer.log_every_n_steps=2"),
+    *("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_epochs=2", "--trainer.log_every_n_steps=2"),
     *("--data.batch_size=4", "--data.crop_padding=1", "--data.flip=true", "--checkpoints.every_n_steps=4"),
+    # Steps are recorded after 3 of them, on several ranks after 11.
+    *("--data.source.init_args.train_size=128", "--trainer.limit_val_batches=2", "--trainer.num_sanity_val_steps=0"),
 )
 GRAPHS = "--trainer.capture=auto"
 COUNTS = '{"class_path": "tests.probes.Graphs"}'
@@ -131,7 +133,7 @@ CHANGES = [
 @pytest.mark.parametrize(("name", "ranks", "more"), CHANGES)
 def test_what_changes_between_epochs_is_in_the_graphs_of_the_next(gpu: Cli, tmp_path, name, ranks, more):
     change = f'{{"class_path": "tests.train.test_capture.{name}"}}'
-    words = (*FIT, "--data.global_batch_size=8", "--trainer.precision=32-true", *more)
+    words = (*FIT, "--data.global_batch_size=8", "--trainer.precision=32-true", "--trainer.max_epochs=3", *more)
     eager = gpu(*words, with_callbacks(change), "--run=eager", ranks=ranks)
     assert eager.code == 0, eager.output
     graphs = gpu(*words, GRAPHS, with_callbacks(change, COUNTS), "--run=graphs", ranks=ranks)
