@@ -169,6 +169,7 @@ def _main(program: str, folder: Path, words: tuple[str, ...], output: Path, extr
     ):  # which the project has set when it was imported
         del os.environ[name]
     os.environ.update(extra)
+    sys.path.insert(0, str(folder))  # as `python -m` does
     sys.argv = [program.partition(":")[0], *words]
     sys.modules["__main__"].__spec__ = find_spec("project.__main__")  # where Lightning looks for what to start other ranks with
     resolve_name(program)()

@@ -25,7 +25,10 @@ CONFIGS = {
     "wandb": SMALL,
     "mlflow": SMALL,
     "gpt": ("--trainer.max_steps=2", "--trainer.limit_val_batches=1"),
-    "gpt_cluster": ("--trainer.max_steps=2", "--trainer.limit_val_batches=1"),
+    "gpt_cluster": (  # 1024 windows a step
+        *("--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--model.init_args.layers=1", "--model.init_args.width=32"),
+        *("--data.init_args.context=16", "--model.init_args.context=16"),
+    ),
     "gpt_sharded": ("--trainer.max_steps=2", "--trainer.limit_val_batches=1"),
     "cifar10": (*SHORT, "--data.source=project.data.Synthetic"),  # its source, which downloads, has tests of its own
 }

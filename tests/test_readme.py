@@ -35,21 +35,21 @@ def words(page: str, command: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["mynet", pytest.param("mydata", marks=pytest.mark.slow)])
-def test_an_example_with_a_network_or_images_runs(cli, tmp_path, name):
+def test_an_example_with_a_network_or_images_runs(quick, tmp_path, name):
     written("docs/own.md", tmp_path)
-    run = cli(*words("docs/own.md", f"python -m project fit --config {name}.yaml"), *FEW, "--trainer.devices=2")
+    run = quick(*words("docs/own.md", f"python -m project fit --config {name}.yaml"), *FEW, ranks=2)
     assert run.code == 0, run.output
     assert "global batch 128" in run.output
 
 
 @pytest.mark.slow
-def test_the_example_with_a_lightning_module_runs(cli, tmp_path):
+def test_the_example_with_a_lightning_module_runs(quick, tmp_path):
     written("docs/own.md", tmp_path)
-    run = cli(*words("docs/own.md", "python -m project fit --config points.yaml --run points"), "--trainer.devices=2")
+    run = quick(*words("docs/own.md", "python -m project fit --config points.yaml --run points"), ranks=2)
     assert run.code == 0, run.output
     assert "micro-batch 16 x accumulation 2 = global batch 64" in run.output
     assert "Lightning's own loop" not in run.output
-    best = cli("validate", "--run=points")
+    best = quick("validate", "--run=points")
     assert "python -m project validate --run points" in PAGES["docs/own.md"]
     assert "the best by val_loss" in best.output, best.output
 
@@ -83,12 +83,12 @@ def test_an_example_config_runs(quick, tmp_path, page, command, batch):
     assert f"global batch {batch}" in run.output
 
 
-def test_the_module_of_the_readme_trains_and_resumes_on_three_ranks(cli, tmp_path):
+def test_the_module_of_the_readme_trains_and_resumes_on_three_ranks(quick, tmp_path):
     written("README.md", tmp_path)
     line = "python -m project fit --model sums.Sums --trainer.global_batch_size 96 --trainer.max_epochs 3 --run sums"
-    stopped = cli(*words("README.md", line), "--trainer.max_steps=13")
+    stopped = quick(*words("README.md", line), "--trainer.max_steps=13")
     assert stopped.code == 0, stopped.output
-    resumed = cli(*words("README.md", line), "--trainer.devices=3", "--trainer.max_steps=-1")
+    resumed = quick(*words("README.md", line), "--trainer.max_steps=-1", ranks=3)
     assert resumed.code == 0, resumed.output
     assert "1 host x 3 processes x micro-batch 16 x accumulation 2 = global batch 96" in resumed.output
     assert "step-000000013.ckpt" in resumed.output

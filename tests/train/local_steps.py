@@ -1,8 +1,9 @@
 """Optimisers on the shards of three ranks, against the same optimisers on DTensors: the same bits, and the same objects.
 
-Run by torchrun with 3 processes, from test_sharded.py.
+Run in 3 processes, from test_sharded.py.
 """
 
+import os
 from copy import deepcopy
 from typing import Any
 
@@ -79,7 +80,7 @@ def compare(kind: type[Optimizer], settings: dict[str, Any], whole: nn.Module) -
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]))
     torch.manual_seed(0)
     whole = Network()
     for kind in sorted(_BY_ELEMENTS, key=lambda kind: kind.__name__):
@@ -103,7 +104,3 @@ def main() -> None:
     except KeyError:
         assert all(isinstance(each, nn.Parameter) for each in broken.param_groups[0]["params"])
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

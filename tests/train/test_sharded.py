@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +13,7 @@ from project import Sharded
 from project.errors import UserError
 from project.sharded.blocks import blocks_of
 from project.sharded.refusals import refuse_own_steps, refuse_pruning, refuse_unshardable, weight_averages
-from tests.conftest import TINY, environment, forked
+from tests.conftest import TINY, forked
 from tests.own import Duel, write_texts
 from tests.survive.test_resume import curves, same
 
@@ -235,8 +233,5 @@ def test_refused_in_one_line(tmp_path, settings, words, message):
 
 
 def test_an_optimiser_steps_on_shards_as_on_dtensors(tmp_path):
-    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "tests.train.local_steps")
-    done = subprocess.run(
-        [sys.executable, *words], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    done = forked(tmp_path, ranks=3, program="tests.train.local_steps:main")
+    assert done.code == 0, done.output
