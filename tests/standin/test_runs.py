@@ -20,7 +20,10 @@ pytestmark = pytest.mark.slow
 
 GPU = ("--trainer.accelerator=gpu", "--checkpoints.every_n_steps=2")
 FP16, FP32 = "--trainer.precision=16-mixed", "--trainer.precision=32-true"
-DDP = (*RUNS["minires"], *GPU, FP16, "--data.batch_size=8", "--data.source.init_args.train_size=124")  # 3 steps in an epoch
+DDP = (  # 3 steps in an epoch
+    *(*RUNS["minires"], *GPU, FP16, "--data.batch_size=8", "--data.source.init_args.train_size=124"),
+    "--trainer.limit_val_batches=2",
+)
 GPT = (*RUNS["gpt"], *GPU, FP16, "--trainer.max_steps=5", "--trainer.limit_val_batches=2", "--data.init_args.batch_size=4")
 OWN = (*RUNS["regression"], *GPU, FP32, "--data.init_args.batch_size=4", "--data.init_args.size=76")  # 3 steps in an epoch
 CLIP = "--trainer.gradient_clip_val=0.05"
@@ -44,16 +47,14 @@ WAYS: dict[str, tuple[str, ...]] = {
 }
 KILLED = [
     ("ddp", 2),
-    ("gpt", 2),
-    ("exact", 3),
-    ("compression", 2),
     ("sharded", 3),
-    ("gradients", 2),
     ("offload", 2),
     ("tensor_parallel", 2),
     ("own", 2),
     ("own_exact", 2),
     ("demo", 2),
+    # What these keep is kept by those above, too: AdamW and dropout by "sharded", the order of sums by "own_exact".
+    *(pytest.param(*one, marks=pytest.mark.faults) for one in (("gpt", 2), ("exact", 3), ("compression", 2), ("gradients", 2))),
 ]
 
 
@@ -123,7 +124,7 @@ def test_a_killed_run_resumes_to_the_same_bits(
 
 @pytest.mark.parametrize(
     ("name", "ranks", "tolerance"),
-    [("ddp", [1, 2, 3], 2e-2), ("gpt", [1, 2], 2e-2), ("sharded", [3, 2], 2e-2), ("own", [1, 2, 3], 1e-5)],
+    [("ddp", [1, 2, 3], 2e-2), ("gpt", [1, 2], 2e-2), ("sharded", [3, 2], 2e-2), ("own", [1, 2], 1e-5)],
 )
 def test_the_number_of_ranks_changes_rounding_and_nothing_else(
     whole: Callable[..., Path], name: str, ranks: list[int], tolerance: float
@@ -136,7 +137,7 @@ def test_the_number_of_ranks_changes_rounding_and_nothing_else(
 
 @pytest.mark.parametrize(
     ("name", "ranks", "on_one"),
-    [("exact", [2, 3], "exact"), ("sharded_exact", [3], "exact"), ("sharded_clipped", [2], "clipped")],
+    [("exact", [3], "exact"), ("sharded_exact", [3], "exact"), ("sharded_clipped", [2], "clipped")],
 )
 def test_exact_has_the_bits_of_one_gpu(whole: Callable[..., Path], name: str, ranks: list[int], on_one: str) -> None:
     """Clipped gradients are those of the loss, and not those of the scaled loss."""
@@ -146,9 +147,7 @@ def test_exact_has_the_bits_of_one_gpu(whole: Callable[..., Path], name: str, ra
         assert curves(together) == curves(alone)
 
 
-@pytest.mark.parametrize(
-    ("verb", "name", "ranks"), [("validate", "ddp", 2), ("test", "ddp", 2), ("predict", "sharded_exact", 3)]
-)
+@pytest.mark.parametrize(("verb", "name", "ranks"), [("validate", "ddp", 2), ("predict", "sharded_exact", 3)])
 def test_a_verb_reads_what_a_fit_has_left(gpu_pool: Any, whole: Callable[..., Path], verb: str, name: str, ranks: int) -> None:
     """On three ranks one has a micro-batch less, and its shards are asked for nevertheless."""
     words = [word for word in WAYS[name][1:] if not word.startswith("--checkpoints")]
@@ -156,8 +155,9 @@ def test_a_verb_reads_what_a_fit_has_left(gpu_pool: Any, whole: Callable[..., Pa
     assert code == 0, output
 
 
-def test_sgd_trains_sharded(whole: Callable[..., Path]) -> None:
-    assert losses(whole("sharded_sgd", 2)) == pytest.approx(losses(whole("ddp", 2)), rel=2e-2)
+@pytest.mark.parametrize(("name", "other"), [("sharded_sgd", "ddp"), ("compression", "ddp"), ("gradients", "gpt")])
+def test_another_way_is_nearly_the_same_run(whole: Callable[..., Path], name: str, other: str) -> None:
+    assert losses(whole(name, 2)) == pytest.approx(losses(whole(other, 2)), rel=2e-2)
 
 
 def test_preemption_saves_after_the_step(train: Callable[..., Run], whole: Callable[..., Path]) -> None:
