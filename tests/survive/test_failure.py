@@ -48,19 +48,19 @@ def test_the_error_is_printed_once_and_last(cli, on):
 
 
 @pytest.mark.parametrize("on", [0, pytest.param(1, marks=pytest.mark.faults)])
-def test_connections_that_can_not_be_closed_keep_nobody(cli, on):
+def test_connections_that_can_not_be_closed_keep_nobody(quick, on):
     """Every rank ends with its own code, and soon."""
     never = "--trainer.callbacks=tests.probes.ClosesNever"
-    run = cli(*BROKEN, f"--data.source.train.init_args.on={on}", "--trainer.devices=2", never, timeout=STUCK)
+    run = quick(*BROKEN, f"--data.source.train.init_args.on={on}", never, ranks=2, timeout=STUCK)
     assert run.code == 1
     assert run.output.count("\nKeyError: 'this dataset is broken'") == 1
     assert run.output.count("Traceback") == 1
     assert_ended_soon(run)
 
 
-def test_nor_one_that_has_finished(cli):
+def test_nor_one_that_has_finished(quick):
     never = "--trainer.callbacks=tests.probes.ClosesNever"
-    run = cli("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_steps=2", "--trainer.devices=2", never, timeout=STUCK)
+    run = quick("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_steps=2", never, ranks=2, timeout=STUCK)
     assert run.code == 0, run.output
     assert run.output.rstrip().splitlines()[-1].endswith("report.html")
 
@@ -185,10 +185,10 @@ def test_rank_0_is_killed_for_memory(cli, cgroup, ranks):
     assert last.endswith("grows from step to step. There is no checkpoint yet: it will begin anew.")
 
 
-def test_no_compiler_is_one_message(cli, tmp_path):
+def test_no_compiler_is_one_message(quick, tmp_path):
     """As in an image without one."""
     words = ("--config=configs/ddp.yaml", *TINY, "--model.compile=default")
-    run = cli("fit", *words, PATH="/nowhere", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+    run = quick("fit", *words, PATH="/nowhere", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
     assert run.code == 1
     assert run.output.splitlines()[-1].endswith("or set model.compile=none.")
     assert "Traceback" not in run.output

@@ -112,7 +112,7 @@ def final(folder: Path) -> dict[str, object]:
             "torchrun",
             2,
             [{"rank": 1, "step": 4, "where": "validation"}, {"rank": 0, "step": 8}],
-            marks=pytest.mark.slow,
+            marks=pytest.mark.faults,  # as "own" below and "minires" with torchrun
         ),
         pytest.param("sharded", "torchrun", 3, [{"rank": 2, "step": 5}, {"rank": 1, "step": 9}], marks=pytest.mark.slow),
         ("own", "python", 1, [{"rank": 0, "step": 1}, {"rank": 0, "step": 6}]),

@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -159,9 +160,10 @@ class Breaks(Callback):
             (run / "metrics.csv").unlink(missing_ok=True)
             (run / "metrics.csv").mkdir()
             for process in Path("/proc").glob("[0-9]*"):
-                words = (process / "cmdline").read_bytes().split(b"\0")
-                if b"wandb-core" in words[0] and str(os.getpid()).encode() in words:
-                    os.kill(int(process.name), signal.SIGKILL)
+                with suppress(OSError):  # it has ended meanwhile
+                    words = (process / "cmdline").read_bytes().split(b"\0")
+                    if b"wandb-core" in words[0] and str(os.getpid()).encode() in words:
+                        os.kill(int(process.name), signal.SIGKILL)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.profiler import DeviceType
 
+from project.cli import same
 from project.model import MiniResNet
 from project.watch.asked import FILE, Asked
 from project.watch.profile import Profile
@@ -61,10 +62,7 @@ def test_steps_that_the_yaml_names_on_three_ranks_and_the_run_is_the_same(cli, q
     assert "Operators, by what they allocate" in run.output
     memory = (folder / "profiles/step-000000004-memory-rank2.txt").read_text()
     assert re.search(r"^ +[\d.]+ MB  parameters$", memory, re.MULTILINE)
-    same = subprocess.run(
-        [sys.executable, "-m", "project", "same", "plain", "seen"], cwd=tmp_path, env=environment(), capture_output=True
-    )
-    assert same.returncode == 0, same.stdout
+    assert same.main([str(folder.parent / name) for name in ("plain", "seen")]) == 0
 
 
 def ask(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
