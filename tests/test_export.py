@@ -312,14 +312,17 @@ class OneLess(Callback):
 @pytest.mark.parametrize("form", ["safetensors", "onnx"])
 @pytest.mark.slow
 def test_a_file_with_other_weights_is_left_out_and_the_one_before_stays(tiny, form):
-    assert forked(tiny, "export", "--run=it", f"--to={form}").code == 0
-    place = tiny / f"lightning_logs/it/export-{form}"
-    before = {path.name: path.read_bytes() for path in place.iterdir()}
-    refused = forked(tiny, "export", "--run=it", f"--to={form}", "--trainer.callbacks=tests.test_export.OneLess")
+    place = tiny / f"before-{form}"
+    place.mkdir()
+    before = {"export.json": b"{}", "model": b"of an export before"}
+    for name, content in before.items():
+        (place / name).write_bytes(content)
+    damaged = "--trainer.callbacks=tests.test_export.OneLess"
+    refused = forked(tiny, "export", "--run=it", f"--to={form}", f"--out={place.name}", damaged)
     assert refused.code == 1, refused.output
     assert "The exported network is another one: its outputs differ by up to" in refused.output
     assert {path.name: path.read_bytes() for path in place.iterdir()} == before
-    assert not [name for name in left(tiny) if name.startswith(".")]
+    assert not [path for path in tiny.iterdir() if path.name.startswith(".")]
 
 
 def test_a_folder_takes_its_place_whole_or_not_at_all(tmp_path):
