@@ -114,7 +114,8 @@ if [ "$most" -gt 1 ]; then
     [ "$is_master" -eq 0 ] || PROJECT_STORE=here
   fi
   this="$(uname -n)${PROJECT_NODE:+ on $PROJECT_NODE}, $address"
-  clock=(--clock "$is_master" "$MASTER_ADDR" "$MASTER_PORT" "$JOIN_TIMEOUT")  # one for all agents
+  join=()
+  [ "$is_master" -eq 1 ] || join=(--join "$MASTER_ADDR" "$MASTER_PORT" "$JOIN_TIMEOUT")
 else
   # torchrun's static rendezvous has one store for all attempts: after a failure the ranks would look for those of the last one.
   rendezvous=(
@@ -122,7 +123,7 @@ else
     --rdzv-conf "is_host=1${RDZV_CONF:+,$RDZV_CONF}" --local-addr 127.0.0.1
   )
   this=$(uname -n)${PROJECT_NODE:+ on $PROJECT_NODE}
-  clock=()
+  join=()
 fi
 
 cat <<TABLE
@@ -152,6 +153,6 @@ fi
 
 # In place of this script, so that a signal to it is one to torchrun.
 # '--' keeps torchrun from reading our flags as its own (it takes --run for --run-path).
-exec "$python" -m project.launch.torchrun_agent ${clock[@]+"${clock[@]}"} \
+exec "$python" -m project.launch.torchrun_agent ${join[@]+"${join[@]}"} \
   --nnodes "$NNODES" --nproc-per-node "$NPROC_PER_NODE" "${rendezvous[@]}" --max-restarts "$MAX_RESTARTS" \
   -m project -- "$@"

@@ -8,7 +8,7 @@ so it can be found out which ones arrive.
 import socket
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -28,23 +28,23 @@ HINT = (
 class Listener:
     """A server that sends its name to each client, receives the load, and sends as much back; until it is closed."""
 
-    def __init__(self, address: str, name: str) -> None:
-        """Listens on an address of this host; '' is all that it has."""
-        self._socket = _listen(address)
+    def __init__(self, address: str, name: Callable[[], str]) -> None:
+        """Listens on an address of this host; '' is all that it has. `name`: returns the name to send."""
+        self._socket, self._name = _listen(address), name
         self.port: int = self._socket.getsockname()[1]
-        threading.Thread(target=self._open, args=(f"{name}\n".encode(),), daemon=True).start()
+        threading.Thread(target=self._open, daemon=True).start()
 
-    def _open(self, name: bytes) -> None:
+    def _open(self) -> None:
         with suppress(OSError):  # closed
             while True:
                 line, _ = self._socket.accept()
-                threading.Thread(target=self._answer, args=(line, name), daemon=True).start()
+                threading.Thread(target=self._answer, args=(line,), daemon=True).start()
 
-    def _answer(self, line: socket.socket, name: bytes) -> None:
+    def _answer(self, line: socket.socket) -> None:
         with suppress(OSError), line:
             line.settimeout(4 * ATTEMPT)
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            line.sendall(name)
+            line.sendall(f"{self._name()}\n".encode())
             if _take(line) == _LOAD:
                 line.sendall(_THANKS)  # in a packet of its own, which is short
                 line.sendall(bytes(_LOAD))
@@ -93,7 +93,8 @@ def probe(address: str, port: int) -> Probe:
     if again:
         return Probe(name)
     with suppress(OSError):  # a packet or two may get lost anywhere: once more, and with more patience
-        if _call(address, port, 2 * ATTEMPT)[2]:
+        name, _, again = _call(address, port, 2 * ATTEMPT)
+        if again:
             return Probe(name)
     return Probe(name, limit=_limit(address, port), back=arrived)
 

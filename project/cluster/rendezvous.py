@@ -152,7 +152,8 @@ class Rendezvous:
         self.store = PrefixStore(f"rendezvous/{starts}.{restarts()}", store)
         with ExitStack() as stack:
             if rank == 0:
-                listener = stack.enter_context(closing(reachability.Listener("127.0.0.1" if one_host else "", f"{host()} 0")))
+                name = f"{host()} 0"
+                listener = stack.enter_context(closing(reachability.Listener("127.0.0.1" if one_host else "", lambda: name)))
                 self.store.set("listener", str(listener.port))
             else:  # before anything is sent that is longer than a short packet
                 self._check_packets(int(self.store.get("listener")))
@@ -302,7 +303,7 @@ class Rendezvous:
         with ExitStack() as stack, ThreadPoolExecutor(32) as pool:
             if self.rank in leaders:
                 name = f"{self.hosts[self.rank]} {self.rank}"
-                place = address, stack.enter_context(closing(reachability.Listener(address, name))).port
+                place = address, stack.enter_context(closing(reachability.Listener(address, lambda: name))).port
             places = self.exchange(place)
             if place:
                 others = [(rank, *other) for rank in leaders if rank != self.rank and (other := places[rank])]

@@ -11,15 +11,12 @@ the first time that a host talks to that one: packets that are too long for the 
 
 import io
 import pickle
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
 from datetime import datetime, timedelta, tzinfo
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, dynamic_rendezvous
 
 from project.cluster import reachability
@@ -28,7 +25,9 @@ from project.cluster.place import host
 from project.cluster.rendezvous import reach, store_at, store_on_loopback
 from project.errors import UserError
 
-_TICK = 0.5  # seconds between two times that the host of the store publishes
+_PAUSE = 0.5  # seconds until another look for the agents' store
+_LISTENER = "listener of the agents"  # its port is in the store
+_listeners: list[reachability.Listener] = []  # as long as the process
 _STATE = {
     (dynamic_rendezvous.__name__, "_RendezvousState"),
     (dynamic_rendezvous.__name__, "_NodeDesc"),
@@ -61,79 +60,55 @@ class _StatePickle:
             raise pickle.UnpicklingError(str(error)) from error
 
 
-def _store(host: str, port: int, is_master: bool = False, **settings: Any) -> TCPStore:
-    if is_master and host == "127.0.0.1":
-        return store_on_loopback(0, port, settings["timeout"])
-    return TCPStore(host, port, is_master=is_master, **settings)
-
-
-def guard() -> None:
-    """Makes the agent of this process keep to these rules, from here on."""
-    dynamic_rendezvous.pickle = _StatePickle  # type: ignore[attr-defined, assignment]
-    c10d_rendezvous_backend.TCPStore = _store  # type: ignore[attr-defined, assignment]
-
-
 class RunClock(datetime):
     """The time of the run: the same on all hosts, and never set."""
 
     ahead = time.time() - time.monotonic()
 
     @classmethod
+    def seconds(cls) -> float:
+        return cls.ahead + time.monotonic()
+
+    @classmethod
     def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
-        return datetime.fromtimestamp(cls.ahead + time.monotonic(), tz)
+        return datetime.fromtimestamp(cls.seconds(), tz)
 
 
-def _clock_store(address: str, port: int, seconds: float) -> PrefixStore:
-    return PrefixStore("run clock", store_at(address, port, timedelta(seconds=seconds)))
+def _store(address: str, port: int, is_master: bool = False, **settings: Any) -> TCPStore:
+    """Stands for what torch's module knows as `TCPStore`. The agent that makes it tells others the time, if there are any."""
+    if is_master and address == "127.0.0.1":
+        return store_on_loopback(0, port, settings["timeout"])
+    store = TCPStore(address, port, is_master=is_master, **settings)
+    if is_master:
+        _listeners.append(reachability.Listener("", lambda: f"{RunClock.seconds()!r} {host()}"))
+        store.set(_LISTENER, str(_listeners[-1].port))
+    return store
 
 
-def _publish(port: int, seconds: float, over: threading.Event) -> None:
-    """Publishes the time on the store's host, beside its agent, which makes the store."""
-    with closing(reachability.Listener("", host())) as listener, suppress(dist.DistError):
-        store = _clock_store("127.0.0.1", port, seconds)
-        store.set("listener", str(listener.port))
-        while not over.wait(_TICK):
-            store.set("now", f"{RunClock.ahead + time.monotonic()!r}")
+def guard() -> None:
+    """Makes the agent of this process keep to these rules, from here on."""
+    dynamic_rendezvous.pickle = _StatePickle  # type: ignore[attr-defined, assignment]
+    dynamic_rendezvous.datetime = RunClock  # type: ignore[attr-defined]
+    c10d_rendezvous_backend.TCPStore = _store  # type: ignore[attr-defined, assignment]
 
 
-def _join(address: str, port: int, seconds: float) -> None:
-    """Checks, on the other hosts, that packets of any size arrive at the store's host, and reads its time."""
+def join(address: str, port: int, seconds: float) -> None:
+    """Checks, on the other hosts, that packets of any size arrive at the store's host, and takes the time from there. Raises an
+    error with the cause where it can't.
+    """
     end = time.monotonic() + seconds
     while True:
         reach(address, port, seconds)
         try:
-            _greet(address, _clock_store(address, port, seconds))
-            return
+            listener = int(store_at(address, port, timedelta(seconds=seconds)).get(_LISTENER))
+            break
         except dist.DistError:  # the store of the roll call, perhaps, which was about to go
             if time.monotonic() > end:
                 raise
-            time.sleep(_TICK)
-
-
-def _greet(address: str, store: PrefixStore) -> None:
-    answer = reachability.probe_any(resolve(address), int(store.get("listener")))
+            time.sleep(_PAUSE)
+    answer = reachability.probe_any(resolve(address), listener)
+    now, _, name = answer.name.partition(" ")
     if answer.limit is not None:
-        raise UserError(f"{reachability.lost(answer, host(), answer.name)}. HINT: {reachability.HINT}")
-    before = store.get("now")
-    while (now := store.get("now")) == before:  # it is new at the moment when it changes
-        time.sleep(_TICK / 50)
-    RunClock.ahead = float(now) - time.monotonic()
-
-
-@contextmanager
-def run_clock(is_host: bool, address: str, port: int, seconds: float) -> Iterator[None]:
-    """Makes torchrun use that clock within the context. `is_host`: this agent makes the store. Raises a UserError with the
-    cause."""
-    dynamic_rendezvous.datetime = RunClock  # type: ignore[attr-defined]
-    if not is_host:
-        _join(address, port, seconds)
-        yield
-        return
-    over = threading.Event()
-    thread = threading.Thread(target=_publish, args=(port, seconds, over), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join(2 * _TICK)
+        raise UserError(f"{reachability.lost(answer, host(), name)}. HINT: {reachability.HINT}")
+    if now:  # else that port is closed, and the ranks will say which hosts can't reach each other
+        RunClock.ahead = float(now) - time.monotonic()

@@ -1,6 +1,6 @@
 """torchrun as scripts/launch.sh starts it: python -m project.launch.torchrun_agent --nnodes 2 ... -m project -- fit ...
 
-With `--clock IS_HOST ADDRESS PORT SECONDS` before torchrun's own words, the agents of several hosts go by one clock.
+With `--join ADDRESS PORT SECONDS` before torchrun's own words, this agent joins the one that has the store, on another host.
 
 What is ours is how it ends. A signal reaches the workers, which then have the time that a checkpoint needs; SIGUSR1, too, which
 is Slurm's warning before the time limit; SIGHUP not under nohup. And the exit code says why, to whoever starts it again or not,
@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from project.errors import LEFT_OUT, TRY_AGAIN, WRONG, UserError
@@ -81,40 +81,38 @@ def main() -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
-    from project.launch.agent_rendezvous import guard, run_clock
+    from project.launch.agent_rendezvous import guard, join
 
     guard()
     patch_agent()
-    clock: AbstractContextManager[None] = nullcontext()
     words = sys.argv[1:]
-    if words[:1] == ["--clock"]:
-        is_host, address, port, seconds = words[1:5]
-        clock, words = run_clock(is_host == "1", address, int(port), float(seconds)), words[5:]
-    with ExitStack() as held:
+    if words[:1] == ["--join"]:
+        address, port, seconds = words[1:4]
         try:
-            held.enter_context(clock)
+            join(address, int(port), float(seconds))
         except (ValueError, DistError) as error:
             print(f"launch.sh: {error}", file=sys.stderr)
             raise SystemExit(1) from None
-        try:
-            run.main(["--signals-to-handle", ",".join(heard), *words])
-        except SignalException as stopped:
-            raise SystemExit(getattr(stopped, "code", 128 + stopped.sigval)) from None
-        except ChildFailedError as failed:
-            print(failed, file=sys.stderr)
-            raise SystemExit(exit_code(failed.failures)) from None
-        except (RendezvousConnectionError, RendezvousClosedError, DistError) as error:
-            if isinstance(error.__cause__, UserError):  # the store could not be made here
-                print(f"launch.sh: {error.__cause__}", file=sys.stderr)
-                raise SystemExit(1) from None
-            # Where the store was: the other agents hear no more of each other, and have nowhere to meet again.
-            print(
-                f"launch.sh: the agents of this run have lost each other ({type(error).__name__}): the one that held them "
-                "together, on the node that MASTER_ADDR names, has ended, or one has given up. The same command resumes from "
-                "the newest checkpoint.",
-                file=sys.stderr,
-            )
-            raise SystemExit(TRY_AGAIN) from None
+        words = words[4:]
+    try:
+        run.main(["--signals-to-handle", ",".join(heard), *words])
+    except SignalException as stopped:
+        raise SystemExit(getattr(stopped, "code", 128 + stopped.sigval)) from None
+    except ChildFailedError as failed:
+        print(failed, file=sys.stderr)
+        raise SystemExit(exit_code(failed.failures)) from None
+    except (RendezvousConnectionError, RendezvousClosedError, DistError) as error:
+        if isinstance(error.__cause__, UserError):  # the store could not be made here
+            print(f"launch.sh: {error.__cause__}", file=sys.stderr)
+            raise SystemExit(1) from None
+        # Where the store was: the other agents hear no more of each other, and have nowhere to meet again.
+        print(
+            f"launch.sh: the agents of this run have lost each other ({type(error).__name__}): the one that held them "
+            "together, on the node that MASTER_ADDR names, has ended, or one has given up. The same command resumes from "
+            "the newest checkpoint.",
+            file=sys.stderr,
+        )
+        raise SystemExit(TRY_AGAIN) from None
 
 
 if __name__ == "__main__":
