@@ -44,30 +44,6 @@ _SHOWN = 64  # samples of a micro-batch
 
 
 @dataclass
-class Fault:
-    """Describes a micro-batch whose loss is not finite, and where it was computed."""
-
-    rank: int
-    host: str
-    number: str
-    samples: list[int] | None
-    loss: float
-    bad: list[int]
-    """Positions of the samples that are not finite themselves, as far as the host could look."""
-
-    def __str__(self) -> str:
-        where = f"{self.loss} on rank {self.rank}, {self.host}, in micro-batch {self.number}"
-        if self.samples is None:
-            return where
-        if self.bad:
-            bad = ", ".join(str(self.samples[at]) for at in self.bad[:_SHOWN])
-            return f"{where}: the input of sample{'s' * (len(self.bad) > 1)} {bad} has NaN or infinite values"
-        more = len(self.samples) - _SHOWN
-        shown = ", ".join(map(str, self.samples[:_SHOWN]))
-        return f"{where}, samples {shown}{f' and {more} more' if more > 0 else ''}"
-
-
-@dataclass
 class CheckedStep:
     """Records a step until its flag is known. `number` counts as the log does: 1 for the first step."""
 
@@ -309,17 +285,31 @@ def _bad_inputs(batch: object, size: int) -> list[int]:
     return sorted(bad)
 
 
-def _gather_faults(trainer: Trainer, step: CheckedStep) -> list[Fault]:
-    """Returns the micro-batches of a step, on all ranks, whose loss is not finite. All ranks call this together; on a GPU they
-    may do so up to two steps later.
+def _gather_faults(trainer: Trainer, step: CheckedStep) -> list[tuple[float, str]]:
+    """Returns the losses of a step's micro-batches, on all ranks, that are not finite, each with its description. All ranks
+    call this together; on a GPU they may do so up to two steps later.
     """
     total = data_ranks(trainer).count * trainer.accumulate_grad_batches
+    where = f"on rank {trainer.global_rank}, {host()}, in micro-batch"
     own = [
-        Fault(trainer.global_rank, host(), f"{batch.key[2] + 1} of {total}", batch.samples, loss.item(), bad)
+        (loss.item(), f"{loss.item()} {where} {batch.key[2] + 1} of {total}{_describe_samples(batch.samples, bad)}")
         for batch, loss, bad in step.losses
         if not loss.isfinite()
     ]
     return [fault for part in data_ranks(trainer).all_gather_objects(own) for fault in part]
+
+
+def _describe_samples(samples: list[int] | None, bad: list[int]) -> str:
+    """Returns the samples of a micro-batch, as the end of a sentence; of those at the positions `bad`, that they are not finite
+    themselves. '' where nobody knows the samples.
+    """
+    if samples is None:
+        return ""
+    if bad:
+        numbers = ", ".join(str(samples[at]) for at in bad[:_SHOWN])
+        return f": the input of sample{'s' * (len(bad) > 1)} {numbers} has NaN or infinite values"
+    more = len(samples) - _SHOWN
+    return f", samples {', '.join(map(str, samples[:_SHOWN]))}{f' and {more} more' if more > 0 else ''}"
 
 
 def _faulty_parameters(module: LightningModule) -> list[str]:
@@ -333,17 +323,17 @@ def _faulty_parameters(module: LightningModule) -> list[str]:
     ]
 
 
-def _describe(step: CheckedStep, faults: list[Fault], parameters: list[str], everywhere: bool) -> str:
+def _describe(step: CheckedStep, faults: list[tuple[float, str]], parameters: list[str], everywhere: bool) -> str:
     """Returns the message: the losses that are not finite or, if all are, the parameters whose gradients are not.
 
     Where all losses are not (`everywhere`), the samples are not to blame, and are not listed.
     """
     which = f"step {step.number} (epoch {step.epoch + 1})"
     if everywhere:
-        return f"The loss of {which} is not finite: {faults[0].loss} in all its {len(faults)} micro-batches."
+        return f"The loss of {which} is not finite: {faults[0][0]} in all its {len(faults)} micro-batches."
     if faults:
         more = f"; and {len(faults) - 3} more micro-batches" if len(faults) > 3 else ""
-        return f"The loss of {which} is not finite: {'; '.join(map(str, faults[:3]))}{more}."
+        return f"The loss of {which} is not finite: {'; '.join(text for _, text in faults[:3])}{more}."
     text = f"The gradient of {which} is not finite, though all losses are"
     if not parameters:
         return f"{text}."
@@ -351,7 +341,7 @@ def _describe(step: CheckedStep, faults: list[Fault], parameters: list[str], eve
     return f"{text}: that of {', '.join(parameters[:3])}{more}."
 
 
-def _hint(trainer: Trainer, faults: list[Fault], everywhere: bool) -> str:
+def _hint(trainer: Trainer, faults: list[tuple[float, str]], everywhere: bool) -> str:
     if everywhere:
         names = [path.name for path in checkpoints_in(Path(trainer.default_root_dir) / "checkpoints")]
         return (
