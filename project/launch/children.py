@@ -52,8 +52,8 @@ class Children:
         self.spares: list[int] = []
         ctypes.CDLL(None).prctl(_SUBREAPER, 1)
 
-    def start_server(self, command: Sequence[str], environment: dict[str, str], socket: int) -> None:
-        self.server = subprocess.Popen(command, env=environment, pass_fds=[socket])
+    def start_server(self, command: Sequence[str], environment: dict[str, str], sockets: Sequence[int]) -> None:
+        self.server = subprocess.Popen(command, env=environment, pass_fds=sockets)
 
     @property
     def alive(self) -> list[Rank]:

@@ -70,7 +70,8 @@ def serve(ranks: int, build: Callable[[], None]) -> None:
     before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
     gc.collect()
     gc.freeze()  # what is here already is not looked through, and so not copied, by a rank's own collections
-    supervisor, parent = socket.socket(fileno=int(os.environ.pop(SOCKET))), os.getppid()
+    supervisor, facts = (socket.socket(fileno=int(number)) for number in os.environ.pop(SOCKET).split())
+    parent = os.getppid()
     with suppress(ConnectionError):
         supervisor.send(b'{"ready": true}')
     spares: dict[int, tuple[int, int]] = {}  # of each rank to come: its process, and the pipe at which it waits for its orders
@@ -82,6 +83,7 @@ def serve(ranks: int, build: Callable[[], None]) -> None:
                 continue
             pid, pipe = _fork(parent)
             if pid == 0:
+                supervisor.close()  # which hears so when the fork server has ended
                 random.setstate(drawn)  # Python seeds it anew in a fork
                 if ranks > 1:
                     os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(ranks)}
@@ -93,7 +95,7 @@ def serve(ranks: int, build: Callable[[], None]) -> None:
                     signal.signal(number, handler)
                 _become(ranks, **json.loads(own))
                 os.close(pipe)
-                _SUPERVISOR.append(supervisor)
+                _SUPERVISOR.append(facts)
                 if release is not None:
                     release()
                 return

@@ -10,7 +10,6 @@ The state to resume from outlives the ranks, too: they keep copies of it in a fo
 
 import json
 import os
-import select
 import shutil
 import signal
 import socket
@@ -36,7 +35,7 @@ from project.survive.requeue import REQUEUE
 from project.survive.signals import ENDING
 
 SOCKET = "PROJECT_FORK_SERVER"
-"""The environment variable with the fork server's socket."""
+"""The environment variable with the fork server's socket, and that of the ranks."""
 SUPERVISED = "PROJECT_SUPERVISED"
 """The environment variable with the name of a supervised run, which stays when its ranks are started again."""
 PORT = "PROJECT_SUPERVISOR_PORT"
@@ -49,7 +48,6 @@ BUILT_SPARES = b"built"
 """The same, where spares also make the objects of the configuration, such as the network, before they are needed."""
 _SPARES_AFTER = 2.0  # seconds: ranks that have just been started need the cores themselves
 _GRACE = 20.0  # seconds that the other ranks have to end by themselves when one has failed
-_LOOK = 0.5  # seconds between two looks whether the fork server lives
 _ACKNOWLEDGEMENT, _ANSWER = 10.0, 90.0  # seconds that another supervisor waits for the first one's roll call, and its decision
 _LONGEST_MESSAGE = 1 << 16
 
@@ -85,7 +83,6 @@ class Supervisor:
         self._losses, self._strikes = Losses(restarts), Strikes(strikes)
         self._end: int | None = None  # the exit code, once the run is given up
         self._unanswered = ""  # why this supervisor waits for the decision of the first one
-        self._early: list[dict[str, object]] = []  # messages of ranks that have come before it was known that they are there
         self._small_builds: set[str] = set()  # the ranks that say that making their objects needs little
         self._peers = Peers(rank == 0 and world_size > 1, several_hosts)
         self._members = Membership(world_size, self._peers)
@@ -95,14 +92,17 @@ class Supervisor:
         os.set_blocking(wake, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        self._socket, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._server, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._facts, ranks = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         name = f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"  # where no engine has a better one
-        environment = {**os.environ, SOCKET: str(server.fileno()), SUPERVISED: name, LAUNCHER: str(os.getppid())}
+        inherited = [server.fileno(), ranks.fileno()]
+        environment = {**os.environ, SUPERVISED: name, LAUNCHER: str(os.getppid()), SOCKET: " ".join(map(str, inherited))}
         environment |= {MEMORY: str(memory)} if memory else {}
         environment |= {PORT: str(self._peers.port)} if world_size > 1 else {}
         environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() leaves CUDA to the ranks
-        self._children.start_server([sys.executable, *sys.orig_argv[1:]], environment, server.fileno())
+        self._children.start_server([sys.executable, *sys.orig_argv[1:]], environment, inherited)
         server.close()
+        ranks.close()
         for number in ENDING:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._pass_on)
@@ -114,13 +114,13 @@ class Supervisor:
 
     def run(self) -> int:
         """Runs the ranks to their end, and returns the exit code."""
-        if "ready" not in self._receive():
+        if "ready" not in _receive(self._server):
             code = self._children.server.wait()  # a wrong configuration, say, which it has reported
             return code if code >= 0 else 128 - code
         while self._run_once():
             self._attempt += 1
         self._peers.send(done=True)
-        self._socket.close()  # by which the fork server ends
+        self._server.close()  # by which the fork server ends
         self._children.server.wait()
         self._children.end_spares()
         if self._end is not None:
@@ -135,10 +135,8 @@ class Supervisor:
         """Starts the ranks, and waits until all have ended. Returns whether they are to be started again."""
         with suppress(OSError):
             order = {"attempt": self._attempt, "port": free_port(), "numbers": self._numbers}
-            self._socket.send(json.dumps(order).encode())
-        while (message := self._receive()) and "pids" not in message:
-            self._early.append(message)  # a rank may be faster than the server, which starts the next one
-        if not isinstance(pids := message.get("pids"), list):
+            self._server.send(json.dumps(order).encode())
+        if not isinstance(pids := _receive(self._server).get("pids"), list):
             self._report("The process from which ranks are forked has ended: no rank is started again.")
             self._end = TRY_AGAIN
             return False
@@ -177,15 +175,14 @@ class Supervisor:
 
     def _select(self, seconds: float) -> list[Input]:
         """Waits for a message, a signal or a child's end, or so long; returns what is ready to be read."""
-        ready = readable([self._socket, self._wake, *self._peers.inputs()], seconds)
+        ready = readable([self._facts, self._wake, *self._peers.inputs()], seconds)
         if self._wake in ready:
             os.read(self._wake, 1 << 12)
         return ready
 
     def _answer(self, ready: list[Input]) -> bool | None:
         """Handles messages. Returns whether the ranks are to be started again, where one of them decides that."""
-        messages, self._early = self._early, []
-        for facts in [*messages, *([self._receive()] if self._socket in ready else [])]:
+        for facts in [_receive(self._facts)] if self._facts in ready else []:
             if facts.get("attempt") != self._attempt:  # of a rank that is dead by now
                 continue
             self._life = Path(str(facts["life"])) if "life" in facts else self._life
@@ -237,24 +234,12 @@ class Supervisor:
         self._renumber(missing)
         return True
 
-    def _receive(self) -> dict[str, object]:
-        """Returns the next message of the fork server or of a rank; {} where the server has ended."""
-        data = b""
-        with suppress(ConnectionError):
-            data = self._socket.recv(_LONGEST_MESSAGE)
-        message: dict[str, object] = json.loads(data) if data else {}
-        return message
-
     def _request_spares(self) -> None:
         """Has the fork server fork the ranks of the next start, so that a loss need not wait for that."""
         with suppress(OSError):
-            self._socket.send(BUILT_SPARES if len(self._small_builds) == len(self._children.ranks) else SPARES)
-        while self._children.server.poll() is None:  # the ranks hold its end of the socket, too
-            message = self._receive() if select.select([self._socket], [], [], _LOOK)[0] else {}
-            if isinstance(spares := message.get("spares"), list):
-                self._children.spares = spares
-                return
-            self._early += [message] if message else []
+            self._server.send(BUILT_SPARES if len(self._small_builds) == len(self._children.ranks) else SPARES)
+        if isinstance(spares := _receive(self._server).get("spares"), list):
+            self._children.spares = spares
 
     def _decide(self, loss: str, where: str) -> bool:
         """Ends all ranks, as one is lost; returns whether they are started again, and has the other supervisors do the same.
@@ -361,6 +346,15 @@ class Supervisor:
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} WARNING {text}", file=sys.stderr, flush=True)
         if self._life is not None:
             add_to_log(self._life, "WARNING", text)
+
+
+def _receive(source: socket.socket) -> dict[str, object]:
+    """Returns the next message of the fork server or of a rank; {} where there will be none any more."""
+    data = b""
+    with suppress(ConnectionError):
+        data = source.recv(_LONGEST_MESSAGE)
+    message: dict[str, object] = json.loads(data) if data else {}
+    return message
 
 
 def supervise(restarts: int, strikes: int) -> int:

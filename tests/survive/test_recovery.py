@@ -206,10 +206,10 @@ def test_a_supervisor_hears_from_more_others_than_select_can():
     supervisor = Supervisor.__new__(Supervisor)
     supervisor._wake, supervisor._peers = os.pipe()[0], Peers(listens=True, several_hosts=False)
     here, elsewhere = socket.socketpair()
-    supervisor._socket = socket.socket(fileno=fcntl.fcntl(here, fcntl.F_DUPFD, 1500))
+    supervisor._facts = socket.socket(fileno=fcntl.fcntl(here, fcntl.F_DUPFD, 1500))
     assert supervisor._select(0.0) == []
     elsewhere.send(b"lost")
-    assert supervisor._select(60.0) == [supervisor._socket]
+    assert supervisor._select(60.0) == [supervisor._facts]
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
