@@ -106,8 +106,8 @@ class Watchdog(Callback):
         self._progress: tuple[str, float, tuple[int, int, int]] = ("start-up", time.monotonic(), (0, 0, 0))
         self._counted_from = 0.0  # no time before this counts as time without progress
         self._heartbeats: dict[int, tuple[float, Heartbeat]] = {}  # on rank 0: of each rank, when, and what
+        self._pause = 0.0  # seconds between two heartbeats of a rank, if that is more than a tick
         self._rank_0_answered = 0.0  # on the others: when rank 0 did
-        self._asking_since = 0.0
         self._verdict: Verdict | None = None
         self._reports: dict[int, RankAtFault] = {}
         self._reached: set[int] = set()  # on rank 0: ranks that the longest packets reach, and that answer with one
@@ -195,7 +195,7 @@ class Watchdog(Callback):
         channel.set_members(members, secret)
         if self._rank == 0 and stage == "fit":
             _report_processes(members)
-        self.folder = Path(folder)
+        self.folder, self._pause = Path(folder), len(members) / _HEARTBEATS_PER_SECOND
         self._rank_0_answered = now = time.monotonic()
         self._heartbeats = {member.rank: (now, self._heartbeat()) for member in members}
         others = [member.address for member in members if member.rank != self._rank]
@@ -282,8 +282,8 @@ class Watchdog(Callback):
                 self._heartbeats[0] = now, beat
                 self._judge(now)
             else:
-                if beat.waits_too_long or now - spoke > len(self._members) / _HEARTBEATS_PER_SECOND:
-                    self._channel.send(0, "beat", rank=self._rank, beat=asdict(beat), asking=beat.idle > beat.allowed / 2)
+                if beat.waits_too_long or now - spoke > self._pause:
+                    self._channel.send(0, "beat", rank=self._rank, beat=asdict(beat))
                     spoke = now
                 self._judge_rank_0(now, beat)
         if self._verdict is not None and not self._stopping.is_set():
@@ -326,8 +326,7 @@ class Watchdog(Callback):
             match message["kind"]:
                 case "beat":
                     self._heartbeats[message["rank"]] = time.monotonic(), heartbeat_from_dict(message["beat"])
-                    if message["asking"]:
-                        channel.send(message["rank"], "here")
+                    channel.send(message["rank"], "here")
                 case "here":
                     self._rank_0_answered = time.monotonic()
                 case "testify":
@@ -355,24 +354,24 @@ class Watchdog(Callback):
         """Sets the verdict on rank 0: the ranks that the others wait for, when some rank has waited too long."""
         if not any(beat.waits_too_long for _, beat in self._heartbeats.values()):
             return
-        between = len(self._members) / _HEARTBEATS_PER_SECOND  # seconds between two heartbeats, if that is more than a tick
         quiet = {rank: now - max(then, self._counted_from) for rank, (then, _) in sorted(self._heartbeats.items())}
-        silent = [rank for rank, seconds in quiet.items() if seconds > _SILENCE + between]
-        if not silent and any(seconds > 2 * _TICK + between for seconds in quiet.values()):
+        silent = [rank for rank, seconds in quiet.items() if seconds > _SILENCE + self._pause]
+        if not silent and any(seconds > 2 * _TICK + self._pause for seconds in quiet.values()):
             return  # not heard any more, or just a datagram that got lost? The next looks will tell
         behind = flights.ranks_behind(beats := {rank: beat for rank, (_, beat) in self._heartbeats.items()})
         if not silent and flights.awaits_reports(beats.values()):
             return
         if silent or all(self._heartbeats[rank][1].is_stuck for rank in behind):
-            network = "" if silent else self._find_lost_packets()
-            last = {rank: self._heartbeats[rank] for rank in silent}
-            unheard = [RankAtFault(rank, self._members[rank].host, beat, now - then) for rank, (then, beat) in last.items()]
-            at_fault = unheard or self._request_stacks(behind)
-            others = [
-                (self._members[rank], beat) for rank, (_, beat) in self._heartbeats.items() if rank not in (silent or behind)
-            ]
-            where = "" if silent else flights.describe_wait(beats, behind)
-            self._verdict = Verdict(at_fault, "; ".join(filter(None, (verdict.describe_phases(others), where))), network)
+            others = [(self._members[rank], beat) for rank, beat in beats.items() if rank not in (silent or behind)]
+            waiting = verdict.describe_phases(others)
+            if silent:
+                unheard = [(self._members[rank], beats[rank], now - self._heartbeats[rank][0]) for rank in silent]
+                at_fault = [RankAtFault(member.rank, member.host, beat, seconds) for member, beat, seconds in unheard]
+                self._verdict = Verdict(at_fault, waiting)
+            else:
+                network = self._find_lost_packets()
+                waiting = "; ".join(filter(None, (waiting, flights.describe_wait(beats, behind))))
+                self._verdict = Verdict(self._request_stacks(behind), waiting, network)
 
     def _find_lost_packets(self) -> str:
         """Sends the longest packets from rank 0 to each host, and returns which get lost, in a sentence, or ''."""
@@ -408,15 +407,10 @@ class Watchdog(Callback):
 
     def _judge_rank_0(self, now: float, beat: Heartbeat) -> None:
         """Sets the verdict on another rank than 0: this one has waited too long, and rank 0 does not answer."""
-        if beat.idle <= beat.allowed / 2:
-            self._asking_since = now
-        quiet = now - max(self._rank_0_answered, self._asking_since, self._counted_from)
-        if beat.waits_too_long and quiet > _SILENCE + 2 * _TICK:
-            unknown = replace(beat, phase="")
-            me = self._members[self._rank]
-            self._verdict = Verdict(
-                [RankAtFault(0, self._members[0].host, unknown, quiet)], verdict.describe_phases([(me, beat)])
-            )
+        quiet = now - max(self._rank_0_answered, self._counted_from)
+        if beat.waits_too_long and quiet > _SILENCE + 2 * _TICK + self._pause:
+            silent = RankAtFault(0, self._members[0].host, replace(beat, phase=""), quiet)
+            self._verdict = Verdict([silent], verdict.describe_phases([(self._members[self._rank], beat)]))
 
     def _own_report(self, beat: Heartbeat) -> RankAtFault:
         """Returns the description of this rank, with its stacks."""
