@@ -26,7 +26,8 @@ class Membership:
 
     def slurm_node(self, host: str) -> str:
         """Returns Slurm's name of a host, or ''."""
-        return self._peers.slurm_nodes.get(host) or (slurm_node() if host == self._host else "")
+        names = {str(first["host"]): str(first["node"]) for first in self._peers.joined.values()}
+        return names.get(host) or (slurm_node() if host == self._host else "")
 
     def can_lose(self, rank: int) -> bool:
         """Returns whether the run can do without a rank and the others on its node."""
@@ -53,7 +54,7 @@ class Membership:
     def ranks_to_leave_out(self, host: str, missing: set[int]) -> set[int]:
         """Returns the ranks of a host, if the run can do without it; none where another node may have its name."""
         ranks = {rank for rank, name in self._peers.hosts.items() if name == host}
-        if not ranks or ranks & self._peers.needed:
+        if not ranks or any(self._peers.joined[rank]["needed"] for rank in ranks):
             return set()
         is_one_node = ranks == self._nodes.with_all_of_their_nodes({min(ranks)})
         return ranks if is_one_node and self._nodes.can_spare(missing | ranks) else set()

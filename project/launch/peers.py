@@ -75,11 +75,10 @@ class Peers:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._secret = ""
         self._expected = 0
-        self._hosts: dict[int, str] = {}
-        self.slurm_nodes: dict[str, str] = {}
-        """What Slurm calls each other host; '' where there is no Slurm."""
-        self.needed: set[int] = set()
-        """The other ranks on the host of the store in which torchrun's agents meet."""
+        self.joined: dict[int, Message] = {}
+        """What each other rank's supervisor has said first: `host`, Slurm's `node`, and whether it is `needed`, as torchrun's
+        agents meet there.
+        """
         self.is_any_done = False
         """Says that another supervisor has ended by itself: its rank has come to an end, good or bad."""
         self.connected: list[Peer] = []
@@ -97,13 +96,14 @@ class Peers:
     @property
     def hosts(self) -> dict[int, str]:
         """Returns the host of each other rank, of the first supervisor; {} until all have joined it."""
-        return self._hosts if len(self._hosts) == self._expected else {}
+        known = {rank: str(first["host"]) for rank, first in self.joined.items()}
+        return known if len(known) == self._expected else {}
 
     def call_roll(self, attempt: int, seconds: float) -> tuple[set[int], list[tuple[str, str]]]:
         """Asks the other supervisors for an answer. Returns the ranks of those that give none in time, and the losses of killed
         ranks that arrive meanwhile, with the rank's host. With no seconds, whoever is connected counts as present.
         """
-        missing, reports, until = {*self._hosts}, [], time.monotonic() + seconds
+        missing, reports, until = {*self.joined}, [], time.monotonic() + seconds
         self.send(roll=attempt)
         while missing & {peer.rank for peer in self.connected} and (left := until - time.monotonic()) > 0:
             for message in self.messages(readable(self.inputs(), left)):
@@ -123,10 +123,9 @@ class Peers:
         self.connected = [peer for peer in self.connected if peer.rank in numbers]
         for peer in self.connected:
             peer.rank = numbers[peer.rank]
-        self._hosts = {number: self._hosts[rank] for rank, number in numbers.items() if rank in self._hosts}
-        self.needed = {numbers[rank] for rank in self.needed if rank in numbers}
+        self.joined = {numbers[rank]: first for rank, first in self.joined.items() if rank in numbers}
         if self._listener is not None:
-            self._expected = len(self._hosts)
+            self._expected = len(self.joined)
 
     def inputs(self) -> list[Input]:
         """Returns what to wait for."""
@@ -161,9 +160,7 @@ class Peers:
             messages = peer.receive()
             for message in messages or ():
                 if "host" in message:
-                    self._hosts[peer.rank] = str(message["host"])
-                    self.slurm_nodes[str(message["host"])] = str(message["node"])
-                    self.needed |= {peer.rank} if message["needed"] else set()
+                    self.joined[peer.rank] = message
                 self.is_any_done |= "done" in message
                 yield message
             if messages is None:
