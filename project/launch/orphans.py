@@ -6,7 +6,6 @@ Otherwise a killed agent leaves a worker that trains on, unseen, and holds its G
 import ctypes
 import os
 import signal
-import sys
 
 _PR_SET_PDEATHSIG = 1
 LAUNCHER = "PROJECT_LAUNCHER"
@@ -43,9 +42,7 @@ def describe_launcher(host: str) -> str:
 
 
 def end_with_parent() -> None:
-    """Asks the kernel to kill this process when its parent ends (Linux; elsewhere nothing happens)."""
-    if not sys.platform.startswith("linux"):
-        return
+    """Asks the kernel to kill this process when its parent ends."""
     parent = os.getppid()
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0 and os.getppid() != parent:
+    if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0 and os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)  # it ended in between

@@ -14,7 +14,6 @@ import mmap
 import os
 import platform
 import signal
-import sys
 from contextlib import suppress
 
 from project.errors import TRY_AGAIN
@@ -35,7 +34,7 @@ def exit_on_abort() -> None:
     Where this can't be done, or another handler is there (PYTHONFAULTHANDLER), all stays as it was.
     """
     instructions = _INSTRUCTIONS.get(platform.machine())
-    if _code or not sys.platform.startswith("linux") or instructions is None:
+    if _code or instructions is None:
         return
     with suppress(OSError):  # a system that lets nobody write instructions
         code = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)

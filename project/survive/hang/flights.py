@@ -8,12 +8,10 @@ The library that torch 2.15 calls nccl2 never records *started*: it can't distin
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
 
-from project.step.flight_recorder import ranks_of, recorded_collectives
+from project.step.flight_recorder import Collective, ranks_of, recorded_collectives
 from project.survive.hang.heartbeats import Flight, Heartbeat
 from project.survive.hang.leaving import run_with_timeout
-from project.survive.hang.stacks import Collective
 
 _PATIENCE = 2.0  # seconds for the recorder, whose lock another thread may hold for ever
 _readers: list[threading.Thread] = []
@@ -26,7 +24,7 @@ def read_recorder() -> list[Collective]:
     if _readers and _readers[-1].is_alive():
         return []
     entries: list[Collective] = []
-    _readers[:] = [run_with_timeout(_PATIENCE, lambda: entries.extend(cast(list[Collective], recorded_collectives())))]
+    _readers[:] = [run_with_timeout(_PATIENCE, lambda: entries.extend(recorded_collectives()))]
     return [] if _readers[0].is_alive() else entries
 
 

@@ -17,11 +17,12 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import IO, TypedDict
+from typing import IO
 
 from lightning.pytorch.trainer import trainer
 
 from project.cluster.processes import DUMP, read_dump
+from project.step.flight_recorder import Collective
 from project.tracebacks import library_of
 
 _PACKAGES = sysconfig.get_paths()["purelib"]
@@ -112,20 +113,6 @@ def in_checkpoint(frames: list[FrameType]) -> bool:
 def in_collective(frames: list[FrameType]) -> bool:
     inside = os.path.join("torch", "distributed", "")
     return any(inside in frame.f_code.co_filename and "/nn/" not in frame.f_code.co_filename for frame in frames)
-
-
-class Collective(TypedDict, total=False):
-    """An entry of torch's flight recorder: a collective of this rank."""
-
-    process_group: tuple[str, str]
-    """Its name, and what it is for."""
-    is_p2p: bool
-    profiling_name: str
-    collective_seq_id: int
-    input_sizes: list[list[int]]
-    state: str
-    retired: bool
-    time_created_ns: int
 
 
 def pending_collectives(entries: list[Collective]) -> str:

@@ -22,7 +22,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 from project.cluster.oom import OOM_KILL, TO_LOWER, OomKills
 from project.cluster.processes import children, ended, kill_with_children, memory_of, read_dump, start_time
@@ -39,23 +39,6 @@ COMMAND = [
     f"import sys; sys.path.append({str(_ROOT)!r}); from project.survive.hang.warden import main; main(*sys.argv[1:])",
 ]
 """The command line of a warden, but for the arguments of `main`: without site-packages, a Python starts in a moment."""
-
-
-class Facts(TypedDict, total=False):
-    """Holds the facts that a rank sends its warden."""
-
-    rank: int
-    secret: str
-    addresses: list[tuple[str, int]]
-    file: str
-    """Where the stacks of a rank go that does not answer."""
-    life: str
-    step: int
-    why: str
-    where: str
-    traceback: str
-    agent_seconds: float
-    """How long torchrun's agent has to end by itself, where it may not."""
 
 
 def _rank_of(pid: int) -> bytes:
@@ -88,7 +71,8 @@ class WatchedRank:
         """The same, where that is torchrun's agent."""
         self.silent, self.allowed = 0, float("inf")
         self.ending = False
-        self.facts: Facts = {}
+        self.facts: dict[str, Any] = {}
+        """What the rank has sent by `WardenProcess.send`."""
         self._held = (0, 0, 0)
         """Bytes of the rank, bytes of its loader processes and their number, when they were seen last."""
         self._incomplete_line = b""
@@ -250,7 +234,10 @@ class WardenProcess:
                 self._process.stdin.flush()
 
     def send(self, **facts: object) -> None:
-        """Sends facts that the warden needs to report or record the end of this rank, such as the path of a file."""
+        """Sends facts that the warden needs to report or record the end of this rank: its `rank`, `secret` and the others'
+        `addresses`, the `file` for its stacks, the run's `life`, the `step`, `why` and `where` it ends, with a `traceback`; and
+        `agent_seconds`, which torchrun's agent has to end by itself where it may not.
+        """
         self._write_line(json.dumps(facts))
 
     def allow_silence(self, seconds: float) -> None:
