@@ -22,7 +22,7 @@ from typing import TypeVar
 from project.cluster.place import ATTEMPT, MEMORY, restarts
 from project.errors import TRY_AGAIN, UserError
 from project.launch.orphans import end_with_parent
-from project.launch.supervisor import BUILT_SPARES, SOCKET, SPARES
+from project.launch.supervisor import SOCKET, receive
 from project.survive.signals import ENDING
 
 Built = TypeVar("Built")
@@ -75,7 +75,7 @@ def serve(ranks: int, build: Callable[[], None]) -> None:
     with suppress(ConnectionError):
         supervisor.send(b'{"ready": true}')
     spares: dict[int, tuple[int, int]] = {}  # of each rank to come: its process, and the pipe at which it waits for its orders
-    while order := _next_order(supervisor):
+    while order := receive(supervisor):
         _flush()
         drawn = random.getstate()
         for rank in range(ranks or 1):
@@ -88,7 +88,7 @@ def serve(ranks: int, build: Callable[[], None]) -> None:
                 if ranks > 1:
                     os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(ranks)}
                 torch.set_num_threads(_THREADS.pop())
-                release = _build_in_silence(build) if order == BUILT_SPARES else None
+                release = _build_in_silence(build) if order.get("build") else None
                 if not (own := os.read(pipe, 1 << 12)):
                     os._exit(TRY_AGAIN)  # the fork server has ended
                 for number, handler in before.items():
@@ -101,12 +101,12 @@ def serve(ranks: int, build: Callable[[], None]) -> None:
                 return
             spares[rank] = pid, pipe
         pids = [pid for pid, _ in spares.values()]
-        if order in (SPARES, BUILT_SPARES):
+        if "spares" in order:
             supervisor.send(json.dumps({"spares": pids}).encode())
             continue
         for _, pipe in spares.values():
             with suppress(OSError):  # it was killed
-                os.write(pipe, order)
+                os.write(pipe, json.dumps(order).encode())
             os.close(pipe)
         spares.clear()
         supervisor.send(json.dumps({"pids": pids}).encode())
@@ -136,13 +136,6 @@ def _is_closed(pipe: int) -> bool:
     poll = select.poll()
     poll.register(pipe, 0)
     return bool(poll.poll(0))
-
-
-def _next_order(supervisor: socket.socket) -> bytes:
-    """Returns what the supervisor asks for; nothing where it has ended."""
-    with suppress(ConnectionError):
-        return supervisor.recv(1 << 12)
-    return b""
 
 
 def _fork(supervisor: int) -> tuple[int, int]:

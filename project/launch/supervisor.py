@@ -42,10 +42,6 @@ PORT = "PROJECT_SUPERVISOR_PORT"
 """The environment variable with the port at which the supervisor of the first rank listens, where each rank has its own."""
 REPLACES_HOSTS = "PROJECT_REPLACES_HOSTS"
 """The environment variable that Ray's driver sets where it can start the ranks again on other hosts, when they have ended."""
-SPARES = b"spares"
-"""The supervisor's message that asks the fork server for the processes that will be the next ranks, where they are lost."""
-BUILT_SPARES = b"built"
-"""The same, where spares also make the objects of the configuration, such as the network, before they are needed."""
 _SPARES_AFTER = 2.0  # seconds: ranks that have just been started need the cores themselves
 _GRACE = 20.0  # seconds that the other ranks have to end by themselves when one has failed
 _ACKNOWLEDGEMENT, _ANSWER = 10.0, 90.0  # seconds that another supervisor waits for the first one's roll call, and its decision
@@ -114,7 +110,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Runs the ranks to their end, and returns the exit code."""
-        if "ready" not in _receive(self._server):
+        if "ready" not in receive(self._server):
             code = self._children.server.wait()  # a wrong configuration, say, which it has reported
             return code if code >= 0 else 128 - code
         while self._run_once():
@@ -136,7 +132,7 @@ class Supervisor:
         with suppress(OSError):
             order = {"attempt": self._attempt, "port": free_port(), "numbers": self._numbers}
             self._server.send(json.dumps(order).encode())
-        if not isinstance(pids := _receive(self._server).get("pids"), list):
+        if not isinstance(pids := receive(self._server).get("pids"), list):
             self._report("The process from which ranks are forked has ended: no rank is started again.")
             self._end = TRY_AGAIN
             return False
@@ -182,7 +178,7 @@ class Supervisor:
 
     def _answer(self, ready: list[Input]) -> bool | None:
         """Handles messages. Returns whether the ranks are to be started again, where one of them decides that."""
-        for facts in [_receive(self._facts)] if self._facts in ready else []:
+        for facts in [receive(self._facts)] if self._facts in ready else []:
             if facts.get("attempt") != self._attempt:  # of a rank that is dead by now
                 continue
             self._life = Path(str(facts["life"])) if "life" in facts else self._life
@@ -221,7 +217,7 @@ class Supervisor:
         return bool(decisions) or None
 
     def _follow(self, decision: Mapping[str, object]) -> bool:
-        """Follows a decision of the first supervisor. Returns whether the rank is to be started again."""
+        """Follows a decision of the first supervisor. Returns whether the ranks are to be started again."""
         missing, left_out = decision.get("without"), decision.get("left_out")
         missing = {*missing} if isinstance(missing, list) else set()
         if "end" in decision or self._rank in missing:
@@ -231,14 +227,17 @@ class Supervisor:
                 self._report(f"The run resumes without {self._host}: {why}.")
             return False
         self._attempt = int(str(decision["restart"])) - 1
-        self._renumber(missing)
+        if missing:
+            self._rank, self._numbers = self._members.renumber(missing, self._rank)
+            self._children.end_spares()  # which have the old numbers, and may have made their objects for as many ranks
         return True
 
     def _request_spares(self) -> None:
         """Has the fork server fork the ranks of the next start, so that a loss need not wait for that."""
-        with suppress(OSError):
-            self._server.send(BUILT_SPARES if len(self._small_builds) == len(self._children.ranks) else SPARES)
-        if isinstance(spares := _receive(self._server).get("spares"), list):
+        with suppress(OSError):  # they also make the objects of the configuration where that needs little
+            order = {"spares": True, "build": len(self._small_builds) == len(self._children.ranks)}
+            self._server.send(json.dumps(order).encode())
+        if isinstance(spares := receive(self._server).get("spares"), list):
             self._children.spares = spares
 
     def _decide(self, loss: str, where: str) -> bool:
@@ -254,7 +253,8 @@ class Supervisor:
         if unnamed := [name for name in silent if f" on {name} is lost" not in loss]:
             loss = f"{loss} No answer from {', '.join(unnamed)}."
         self._kill()
-        self._record_stop(loss)
+        if self._life is not None:
+            add_stop(self._life, self._children.ranks[0].pid, None, "killed", loss)
         culprits = silent or ([where] if where else [])
         refusal = self._losses.add(loss, self._newest_state())
         if self._requested is not None or not has_enough or self._losses.is_repeated:  # or this host may be cut off
@@ -267,30 +267,13 @@ class Supervisor:
             (left_out if struck else needed).append(bad)
         if needed and REPLACES_HOSTS in os.environ:
             self._report(f"{loss} All ranks end: Ray starts them again without {', '.join(needed)}.")
-            restart, decision = False, {"end": True, "left_out": needed}
+            decision: dict[str, object] = {"end": True, "left_out": needed}
+        elif self._may_restart(loss, refusal, missing, has_enough, needed):
+            decision = {"restart": self._attempt + 1, "without": sorted(missing), "left_out": left_out}
         else:
-            restart = self._may_restart(loss, refusal, missing, has_enough, needed)
-            decision = (
-                {"restart": self._attempt + 1, "without": sorted(missing), "left_out": left_out} if restart else {"end": True}
-            )
+            decision = {"end": True}
         self._peers.send(**decision)
-        if restart:
-            self._renumber(missing)
-        else:
-            self._follow(decision)
-        return restart
-
-    def _record_stop(self, why: str) -> None:
-        """Records in the run's folder how rank 0 has stopped, if it is one of these ranks."""
-        for rank in self._children.ranks:
-            if rank.number == 0 and self._life is not None:
-                add_stop(self._life, rank.pid, None, "killed", why)
-
-    def _renumber(self, missing: set[int]) -> None:
-        """Gives the ranks new numbers, as the run resumes without some; ends spares, which have the old ones."""
-        if missing:
-            self._rank, self._numbers = self._members.renumber(missing, self._rank)
-            self._children.end_spares()  # which may have made their objects for the former number of ranks
+        return self._follow(decision)
 
     def _kill(self) -> None:
         """Kills all ranks. Ends this process where one of them can't be killed."""
@@ -348,8 +331,8 @@ class Supervisor:
             add_to_log(self._life, "WARNING", text)
 
 
-def _receive(source: socket.socket) -> dict[str, object]:
-    """Returns the next message of the fork server or of a rank; {} where there will be none any more."""
+def receive(source: socket.socket) -> dict[str, object]:
+    """Returns the next message; {} where the other end is closed."""
     data = b""
     with suppress(ConnectionError):
         data = source.recv(_LONGEST_MESSAGE)
