@@ -1,7 +1,6 @@
 """Counts lost ranks: of a run, which is given up when it makes no progress, and of each host, which may be left out."""
 
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from project.cluster.oom import OOM_KILL
 from project.cluster.place import node_of
+from project.untrusted import open_to_append, read_end
 
 STRIKES = 3
 """The default of `recover.strikes`."""
@@ -66,14 +66,13 @@ class Strikes:
         machines = {node_of(host): host for host in hosts}  # a pod that is started again has another name there
         since, now = time.time() - _WINDOW, round(time.time(), 3)
         counts: Counter[str] = Counter()
+        file, lines = life.with_name("strikes.jsonl"), list[str]()
         with suppress(OSError):
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
-            with os.fdopen(os.open(life.with_name("strikes.jsonl"), flags, 0o644), "r+b", buffering=0) as file:
-                file.write("".join(json.dumps({"time": now, "host": machine}) + "\n" for machine in machines).encode())
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-                lines = file.read(_TAIL).splitlines()
-            for line in lines:
-                with suppress(ValueError, TypeError, KeyError, RecursionError, OverflowError):  # cut off, or somebody's
-                    strike = json.loads(line)
-                    counts[str(strike["host"])] += since < float(strike["time"]) < now + _AHEAD
+            with open_to_append(file) as opened:
+                opened.write("".join(json.dumps({"time": now, "host": machine}) + "\n" for machine in machines))
+            lines = read_end(file, _TAIL).splitlines()
+        for line in lines:
+            with suppress(ValueError, TypeError, KeyError, RecursionError, OverflowError):  # cut off, or somebody's
+                strike = json.loads(line)
+                counts[str(strike["host"])] += since < float(strike["time"]) < now + _AHEAD
         return {host: counts[machine] for machine, host in machines.items() if counts[machine] >= self._limit}
