@@ -304,11 +304,6 @@ class LostRanks:
             return None
         return Cause(" ".join(cause.text for cause in causes), causes[0].where, causes[0].traceback)
 
-    @property
-    def out_of_memory(self) -> bool:
-        """Returns whether the kernel has killed a rank for its memory: it would do so again."""
-        return any(OOM_KILL in text for text in self.deaths.values())
-
     def _mark(self) -> None:
         """Records the time of the first report, and ends `wait`."""
         self.since = self.since or time.monotonic()
@@ -363,7 +358,9 @@ def _report_lost_rank(
 
 def advice(folder: Path | None) -> str:
     """Returns what to do after a rank was killed, and whether there is a checkpoint to resume from."""
-    return f"{TO_LOWER} {resumption(folder, changed=True)}" if LOST_RANKS.out_of_memory else resumption(folder)
+    if any(OOM_KILL in text for text in LOST_RANKS.deaths.values()):  # the kernel would do so again
+        return f"{TO_LOWER} {resumption(folder, changed=True)}"
+    return resumption(folder)
 
 
 def exit_at_once(error: BaseException | None) -> None:

@@ -6,8 +6,7 @@ there may be no other rank that could. And a process that is killed, for its mem
 and to the ranks that are left.
 
 It needs the standard library alone. The launcher is what the rank ends with, in words, 'quiet' where another reports it, or ''.
-On standard input come lines: JSON, when the ranks know each other; a number, the seconds that the rank may be silent; 'end',
-before it ends.
+On standard input come lines of JSON: facts about the rank, as `WardenProcess.send` lists them.
 
 Seconds are counted by looks, not by the clock: where everything was stopped (Ctrl-Z), none was missed.
 """
@@ -21,6 +20,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,7 @@ class WatchedRank:
         """The rank's launcher: its process id and start time."""
         self.agent = Agent(parent)
         """The same, where that is torchrun's agent."""
-        self.silent, self.allowed = 0, float("inf")
-        self.ending = False
+        self.silent = 0
         self.facts: dict[str, Any] = {}
         """What the rank has sent by `WardenProcess.send`."""
         self._held = (0, 0, 0)
@@ -81,12 +80,19 @@ class WatchedRank:
         """Reads lines that the rank has written to the warden's standard input."""
         *lines, self._incomplete_line = (self._incomplete_line + data).split(b"\n")
         for line in lines:
-            if line.startswith(b"{"):
-                self.facts |= json.loads(line)
-            elif line == b"end":
-                self.ending = True
-            else:
-                self.silent, self.allowed = 0, float(line)
+            sent = json.loads(line)
+            self.facts |= sent
+            self.silent = 0 if "allowed" in sent else self.silent
+
+    @property
+    def ending(self) -> bool:
+        """Returns whether the rank is about to end, and reports that itself."""
+        return "ending" in self.facts
+
+    @property
+    def is_silent(self) -> bool:
+        """Returns whether the rank was silent for longer than it may be."""
+        return bool(self.silent > self.facts.get("allowed", inf))
 
     def look_at_memory(self) -> None:
         """Notes what the rank and its loader processes hold, for the case that they are killed for it."""
@@ -189,7 +195,7 @@ class WatchedRank:
     def wait_for_end(self) -> bool:
         """Waits until the rank ends or is silent for too long. Returns False where it lets go of its warden before."""
         inputs = [0] if self.handle is None else [0, self.handle]
-        while self.silent <= self.allowed:
+        while not self.is_silent:
             ready = select.select(inputs, [], [], 1.0)[0]
             self.look_at_agent()
             if 0 in ready:
@@ -214,43 +220,34 @@ class WardenProcess:
     def __init__(self, pid: int, began: str, dump: str, name: str, launcher: str, parent: int) -> None:
         self._words = [*COMMAND, str(pid), began, dump, name, launcher, str(parent)]
         self._process: subprocess.Popen[bytes] | None = None
-        self._unsent: list[str] | None = []  # lines for a warden that has not been started
+        self._unsent: list[dict[str, object]] | None = []  # facts for a warden that has not been started
 
     def start(self) -> None:
         """Starts the warden, if it has not been started."""
         if self._unsent is not None:
             with suppress(OSError):
                 self._process = subprocess.Popen(self._words, stdin=subprocess.PIPE)
-            lines, self._unsent = self._unsent, None
-            for line in lines:
-                self._write_line(line)
-
-    def _write_line(self, line: str) -> None:
-        if self._unsent is not None:
-            self._unsent.append(line)
-        elif self._process is not None and self._process.stdin is not None:
-            with suppress(OSError):
-                self._process.stdin.write(f"{line}\n".encode())
-                self._process.stdin.flush()
+            unsent, self._unsent = self._unsent, None
+            for facts in unsent:
+                self.send(**facts)
 
     def send(self, **facts: object) -> None:
         """Sends facts that the warden needs to report or record the end of this rank: its `rank`, `secret` and the others'
-        `addresses`, the `file` for its stacks, the run's `life`, the `step`, `why` and `where` it ends, with a `traceback`; and
-        `agent_seconds`, which torchrun's agent has to end by itself where it may not.
+        `addresses`, the `file` for its stacks, the run's `life`, the `step`, `why` and `where` it ends, with a `traceback`.
+
+        `allowed`: seconds from now on after which the warden kills this rank. `ending`: this process is about to exit and
+        reports the reason itself. `agent_seconds`: how long torchrun's agent has to end by itself, where it may not.
         """
-        self._write_line(json.dumps(facts))
-
-    def allow_silence(self, seconds: float) -> None:
-        """Restarts the countdown after which the warden kills this rank."""
-        self._write_line(f"{seconds:g}")
-
-    def announce_exit(self) -> None:
-        """Announces that this process is about to exit and reports the reason itself."""
-        self._write_line("end")
+        if self._unsent is not None:
+            self._unsent.append(facts)
+        elif self._process is not None and self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.write(f"{json.dumps(facts)}\n".encode())
+                self._process.stdin.flush()
 
     def stop(self, seconds: float) -> None:
         """Ends the warden, and waits for that. This process continues without it."""
-        self.announce_exit()
+        self.send(ending=True)
         if self._process is not None:
             with suppress(subprocess.TimeoutExpired, OSError):
                 self._process.communicate(timeout=seconds)
@@ -264,7 +261,7 @@ def main(pid: str, began: str, dump: str, name: str, launcher: str, parent: str)
     watch = WatchedRank(int(pid), began, dump, name, launcher, int(parent))
     if watch.wait_for_end():
         text = ""
-        if not watch.has_ended() and watch.silent > watch.allowed:
+        if not watch.has_ended() and watch.is_silent:
             watch.kill_silent_rank()
         elif text := watch.describe_end():
             watch.report(text)

@@ -272,9 +272,8 @@ class Watchdog(Callback):
             if self._warden is not None:
                 if now > self._warden_due + _LATEST_WARDEN:  # no micro-batch has begun
                     self._warden.start()
-                self._warden.send(step=beat.step)
-                if self._channel is not None:
-                    self._warden.allow_silence(_LAST_RESORT * beat.allowed_own_work)
+                allowed = _LAST_RESORT * beat.allowed_own_work if self._channel is not None else math.inf
+                self._warden.send(step=beat.step, allowed=allowed)
             if self._channel is None:
                 if beat.is_stuck:
                     self._verdict = Verdict([self._own_report(beat)])
@@ -422,8 +421,8 @@ class Watchdog(Callback):
         """Sends the verdict to the warden and, from rank 0, to all ranks; reports it and ends this process."""
         brief = judged.brief() if judged.network else judged
         if self._warden is not None:
-            self._warden.send(why=str(brief).splitlines()[0], where=judged.at_fault[0].place, step=self._trainer.global_step)
-            self._warden.announce_exit()
+            why, where = str(brief).splitlines()[0], judged.at_fault[0].place
+            self._warden.send(why=why, where=where, step=self._trainer.global_step, ending=True)
         if self._rank == 0 or 0 in judged.silent:
             self._send_to_all("hang", judged.silent, verdict=brief.to_dict())
         verdict.report_and_exit(judged, self._context())
