@@ -7,10 +7,14 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 _LARGEST = 1 << 20  # bytes, when it is unpacked
 _HEADER = struct.Struct(">8sQ")
 SEAL = 32
+
+Message: TypeAlias = dict[str, Any]
+"""What one process of a run sends another as JSON, or a part of it."""
 
 
 def sealer(secret: str) -> Callable[[Mapping[str, object]], bytes]:
@@ -31,7 +35,7 @@ class Opener:
         self._key = bytes.fromhex(secret)
         self._newest: dict[bytes, tuple[int, int]] = {}  # of each sender: its newest counter, and a bit for each before it
 
-    def open(self, datagram: bytes) -> dict[str, object] | None:
+    def open(self, datagram: bytes) -> Message | None:
         """Returns the message; None if the signature is wrong, or the datagram has been received before."""
         seal, data = datagram[:SEAL], datagram[SEAL:]
         if len(data) < _HEADER.size or not hmac.compare_digest(seal, hmac.digest(self._key, data, "sha256")):
@@ -39,7 +43,7 @@ class Opener:
         sender, counter = _HEADER.unpack_from(data)
         if not self._is_new(sender, counter):
             return None
-        message: dict[str, object] = json.loads(zlib.decompressobj().decompress(data[_HEADER.size :], _LARGEST))
+        message: Message = json.loads(zlib.decompressobj().decompress(data[_HEADER.size :], _LARGEST))
         return message
 
     def _is_new(self, sender: bytes, counter: int) -> bool:

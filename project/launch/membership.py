@@ -26,7 +26,7 @@ class Membership:
 
     def slurm_node(self, host: str) -> str:
         """Returns Slurm's name of a host, or ''."""
-        names = {str(first["host"]): str(first["node"]) for first in self._peers.joined.values()}
+        names = {first["host"]: first["node"] for first in self._peers.joined.values()}
         return names.get(host) or (slurm_node() if host == self._host else "")
 
     def can_lose(self, rank: int) -> bool:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from math import inf
 from typing import TypeAlias
 
-from project.cluster.signed import Opener, sealer
+from project.cluster.signed import Message, Opener, sealer
 from project.cluster.slurm import slurm_node
 from project.launch.nodes import HERE, STORE
 
@@ -26,7 +26,6 @@ _STRANGERS = 8  # connections that have not yet sent a signed message
 _PATIENCE = 10.0  # seconds to connect or to send
 _KEEP_ALIVE = 60  # seconds of silence after which the kernel asks whether the other end is there
 
-Message = dict[str, object]
 Input: TypeAlias = "int | socket.socket | Peer"
 
 
@@ -58,7 +57,7 @@ class Peer:
                 if (message := self._opener.open(base64.b64decode(line))) is None:
                     return None
                 if "host" in message:  # the first one
-                    self.rank = int(str(message["rank"]))
+                    self.rank = message["rank"]
                 messages.append(message)
         except (OSError, ValueError):
             return None
@@ -96,7 +95,7 @@ class Peers:
     @property
     def hosts(self) -> dict[int, str]:
         """Returns the host of each other rank, of the first supervisor; {} until all have joined it."""
-        known = {rank: str(first["host"]) for rank, first in self.joined.items()}
+        known = {rank: first["host"] for rank, first in self.joined.items()}
         return known if len(known) == self._expected else {}
 
     def call_roll(self, attempt: int, seconds: float) -> tuple[set[int], list[tuple[str, str]]]:
@@ -108,9 +107,9 @@ class Peers:
         while missing & {peer.rank for peer in self.connected} and (left := until - time.monotonic()) > 0:
             for message in self.messages(readable(self.inputs(), left)):
                 if message.get("roll") == attempt:
-                    missing.discard(int(str(message["rank"])))
+                    missing.discard(message["rank"])
                 elif message.get("attempt") == attempt and message.get("where"):
-                    reports.append((str(message["lost"]), str(message["where"])))
+                    reports.append((message["lost"], message["where"]))
         if not seconds:
             missing -= {peer.rank for peer in self.connected}
         return missing, reports
@@ -147,7 +146,7 @@ class Peers:
             self.connected[0].rank = 0
             self.connected[0].send(rank=rank, host=host, needed=os.environ.get(STORE) == HERE, node=slurm_node())
 
-    def messages(self, ready: list[Input]) -> Iterator[Mapping[str, object]]:
+    def messages(self, ready: list[Input]) -> Iterator[Message]:
         """Yields what has arrived, {"gone": rank} for each supervisor that is gone before it said that it is done."""
         if self._listener in ready and self._listener is not None:
             with suppress(OSError):

@@ -15,13 +15,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from math import inf
 from pathlib import Path
+from typing import cast
 
 from project.cluster.place import MEMORY, host, node_of
+from project.cluster.signed import Message
 from project.errors import LEFT_OUT, TRY_AGAIN
 from project.launch.children import Children
 from project.launch.early_start import LAUNCHERS, early_settings, free_port
@@ -132,7 +134,7 @@ class Supervisor:
         with suppress(OSError):
             order = {"attempt": self._attempt, "port": free_port(), "numbers": self._numbers}
             self._server.send(json.dumps(order).encode())
-        if not isinstance(pids := receive(self._server).get("pids"), list):
+        if (pids := receive(self._server).get("pids")) is None:
             self._report("The process from which ranks are forked has ended: no rank is started again.")
             self._end = TRY_AGAIN
             return False
@@ -181,20 +183,19 @@ class Supervisor:
         for facts in [receive(self._facts)] if self._facts in ready else []:
             if facts.get("attempt") != self._attempt:  # of a rank that is dead by now
                 continue
-            self._life = Path(str(facts["life"])) if "life" in facts else self._life
-            self._small_builds |= {str(facts["small"])} if "small" in facts else set()
+            self._life = Path(facts["life"]) if "life" in facts else self._life
+            self._small_builds |= {facts["small"]} if "small" in facts else set()
             for rank in self._children.alive if "reported" in facts else ():
                 if rank.number != facts["reported"]:  # an error that need not be repeated
                     os.kill(rank.pid, signal.SIGTERM)
             if "secret" in facts:
-                others = int(str(facts["ranks"])) - 1
-                place = str(facts["address"]), int(str(facts["port"]))
-                self._peers.connect(*place, str(facts["secret"]), others, self._rank, self._host)
+                place = facts["address"], facts["port"]
+                self._peers.connect(*place, facts["secret"], facts["ranks"] - 1, self._rank, self._host)
         received = [*self._peers.messages(ready)]
         if self._rank == 0:
             reports = [message for message in received if "lost" in message and message["attempt"] == self._attempt]
-            losses = [(str(message["lost"]), str(message["where"])) for message in reports]
-            for gone in [int(str(message["gone"])) for message in received if "gone" in message]:
+            losses = [(message["lost"], message["where"]) for message in reports]
+            for gone in [message["gone"] for message in received if "gone" in message]:
                 if self._members.can_lose(gone):
                     losses.append((f"Rank {gone} on {self._peers.hosts[gone]} is lost, with its supervisor.", ""))
             return self._decide(*losses[0]) if losses else None
@@ -216,17 +217,16 @@ class Supervisor:
             return False
         return bool(decisions) or None
 
-    def _follow(self, decision: Mapping[str, object]) -> bool:
+    def _follow(self, decision: Message) -> bool:
         """Follows a decision of the first supervisor. Returns whether the ranks are to be started again."""
-        missing, left_out = decision.get("without"), decision.get("left_out")
-        missing = {*missing} if isinstance(missing, list) else set()
+        missing = {*decision.get("without", ())}
         if "end" in decision or self._rank in missing:
-            self._end = LEFT_OUT if isinstance(left_out, list) and self._host in left_out else TRY_AGAIN
+            self._end = LEFT_OUT if self._host in decision.get("left_out", ()) else TRY_AGAIN
             if self._rank in missing:
                 why = "it has lost ranks too often (recover.strikes)" if self._end == LEFT_OUT else "it did not answer"
                 self._report(f"The run resumes without {self._host}: {why}.")
             return False
-        self._attempt = int(str(decision["restart"])) - 1
+        self._attempt = decision["restart"] - 1
         if missing:
             self._rank, self._numbers = self._members.renumber(missing, self._rank)
             self._children.end_spares()  # which have the old numbers, and may have made their objects for as many ranks
@@ -237,8 +237,7 @@ class Supervisor:
         with suppress(OSError):  # they also make the objects of the configuration where that needs little
             order = {"spares": True, "build": len(self._small_builds) == len(self._children.ranks)}
             self._server.send(json.dumps(order).encode())
-        if isinstance(spares := receive(self._server).get("spares"), list):
-            self._children.spares = spares
+        self._children.spares = receive(self._server).get("spares", [])
 
     def _decide(self, loss: str, where: str) -> bool:
         """Ends all ranks, as one is lost; returns whether they are started again, and has the other supervisors do the same.
@@ -267,7 +266,7 @@ class Supervisor:
             (left_out if struck else needed).append(bad)
         if needed and REPLACES_HOSTS in os.environ:
             self._report(f"{loss} All ranks end: Ray starts them again without {', '.join(needed)}.")
-            decision: dict[str, object] = {"end": True, "left_out": needed}
+            decision: Message = {"end": True, "left_out": needed}
         elif self._may_restart(loss, refusal, missing, has_enough, needed):
             decision = {"restart": self._attempt + 1, "without": sorted(missing), "left_out": left_out}
         else:
@@ -331,13 +330,12 @@ class Supervisor:
             add_to_log(self._life, "WARNING", text)
 
 
-def receive(source: socket.socket) -> dict[str, object]:
+def receive(source: socket.socket) -> Message:
     """Returns the next message; {} where the other end is closed."""
     data = b""
     with suppress(ConnectionError):
         data = source.recv(_LONGEST_MESSAGE)
-    message: dict[str, object] = json.loads(data) if data else {}
-    return message
+    return cast(Message, json.loads(data)) if data else {}
 
 
 def supervise(restarts: int, strikes: int) -> int:

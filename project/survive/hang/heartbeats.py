@@ -14,16 +14,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias, cast
+from typing import ClassVar
 
-from project.cluster.signed import Opener, sealer
+from project.cluster.signed import Message, Opener, sealer
 
 _LARGEST = 60_000  # bytes in a datagram
 _WAKE = "wake"
 _OVERHEAD = 250  # bytes of a packet: its headers, and the rest of the message
-
-Message: TypeAlias = dict[str, Any]
-"""What one rank sends another as JSON, or a part of it; its `kind` decides what else is in it."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +145,7 @@ class Channel:
                 continue
             if message["kind"] == _WAKE:
                 return
-            yield cast(Message, message)
+            yield message
 
     def close(self) -> None:
         self._socket.close()

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from project.cluster import reachability
 from project.cluster.processes import read_dump, start_time
+from project.cluster.signed import Message
 from project.errors import TRY_AGAIN
 from project.survive.failure import resumption, tell_torchrun
 from project.survive.hang import flights, stacks
-from project.survive.hang.heartbeats import Flight, Heartbeat, Member, Message, heartbeat_from_dict
+from project.survive.hang.heartbeats import Flight, Heartbeat, Member, heartbeat_from_dict
 from project.survive.hang.leaving import RankContext, exit_process, flush, run_with_timeout
 from project.untrusted import write_text
 

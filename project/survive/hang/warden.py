@@ -22,11 +22,10 @@ import time
 from contextlib import suppress
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from project.cluster.oom import OOM_KILL, TO_LOWER, OomKills
 from project.cluster.processes import children, ended, kill_with_children, memory_of, read_dump, start_time
-from project.cluster.signed import sealer
+from project.cluster.signed import Message, sealer
 from project.errors import TRY_AGAIN
 from project.launch.agent import Agent
 from project.launch.orphans import QUIET, SUPERVISED, is_first_of_agent
@@ -70,7 +69,7 @@ class WatchedRank:
         self.agent = Agent(parent)
         """The same, where that is torchrun's agent."""
         self.silent = 0
-        self.facts: dict[str, Any] = {}
+        self.facts: Message = {}
         """What the rank has sent by `WardenProcess.send`."""
         self._held = (0, 0, 0)
         """Bytes of the rank, bytes of its loader processes and their number, when they were seen last."""
