@@ -133,7 +133,7 @@ def load_torchmetrics() -> None:
     if find_spec("srmrpy") or "scipy.signal" in sys.modules:
         return
     patched = ModuleType("scipy.signal")
-    patched.__dict__["hamming"] = None  # the patch
+    vars(patched)["hamming"] = None  # the patch
     sys.modules["scipy.signal"] = patched
     import torchmetrics  # noqa: F401
 
