@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
 import yaml
+from torch import Tensor
 
 from project.config_files import CONFIGS, without
 from project.doctor.examined import ExaminedRun
 from project.doctor.findings import in_bytes
-from project.doctor.memory_forecast import Forecaster, Layout
 from project.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -179,7 +180,7 @@ class Needs:
 
 def needs(run: ExaminedRun, wanted: Wanted) -> Needs:
     """Returns the needs of a pod; `run` is as the doctor sees it, with `processes` those of a pod."""
-    shm, sample, why = _SHM_UNKNOWN, None, "its samples can't be counted"
+    shm, activations, sample, why = _SHM_UNKNOWN, 0, None, "its samples can't be counted"
     try:
         fingerprint = run.fingerprint()
         run.micro_batch, run.workers = run.sizes()
@@ -194,9 +195,11 @@ def needs(run: ExaminedRun, wanted: Wanted) -> Needs:
         )  # fmt: skip
     else:
         shm = _SHM_ALWAYS + 2 * run.shared_memory_needed(sample)
+        activations = 0 if wanted.gpus else _activations(run)
     # The doctor reckons with one number that the optimiser keeps for each weight; Adam keeps two.
     checkpoint = run.checkpoint_bytes + run.gradient_bytes
-    rank = (_PROCESS_GPU if wanted.gpus else _PROCESS + _held(run)) + run.workers * _WORKER
+    state = 0 if wanted.gpus else checkpoint + run.gradient_bytes
+    rank = (_PROCESS_GPU if wanted.gpus else _PROCESS) + state + 2 * activations + run.workers * _WORKER
     memory = run.processes * rank + checkpoint + shm  # a checkpoint is written from a copy; /dev/shm counts as memory
     seconds = _STEP + 3 * checkpoint / _DISK_SPEED  # what is written before it, it itself, and it is read back
     return Needs(
@@ -213,15 +216,21 @@ def _rounded(number: float) -> int:
     return math.ceil(number / _GIB) * _GIB
 
 
-def _held(run: ExaminedRun) -> int:
-    """Returns the bytes that a rank on a CPU holds; a micro-batch takes as much again on its way back."""
-    run.trainer.strategy.connect(run.model)
-    forecaster = Forecaster(run.trainer, dry=False)
-    forecast = forecaster.forecast(Layout())
-    if forecaster.unknown:  # a module that takes its steps by itself, say
-        why = "; ".join(forecaster.unknown)
-        log.warning("What a micro-batch takes can't be found out here: %s. Look at the memory in the manifest.", why)
-    return forecast.total + (forecast.figures["activations"] or 0)
+def _activations(run: ExaminedRun) -> int:
+    """Returns the bytes that a micro-batch keeps between the forward and the backward pass."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            run.compute(run.micro_batch)
+    except Exception as error:  # a module that takes its steps by itself, say
+        log.warning("What a micro-batch takes can't be found out here: %s. Look at the memory in the manifest.", error)
+    return sum(kept.values())
 
 
 # The command line in the container: configs that are not in the image travel with the manifest -----------------------
