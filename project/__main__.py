@@ -133,11 +133,21 @@ def load_torchmetrics() -> None:
     if find_spec("srmrpy") or "scipy.signal" in sys.modules:
         return
     patched = ModuleType("scipy.signal")
-    vars(patched)["hamming"] = None  # the patch
-    sys.modules["scipy.signal"] = patched
-    import torchmetrics  # noqa: F401
 
-    del sys.modules["scipy.signal"]
+    def take_back() -> None:
+        if sys.modules.get("scipy.signal") is patched:
+            del sys.modules["scipy.signal"]
+
+    def load(name: str) -> object:  # another library that torchmetrics loads needs the real one
+        take_back()
+        return getattr(import_module("scipy.signal"), name)
+
+    vars(patched).update(hamming=None, __getattr__=load)  # the patch, and all else
+    sys.modules["scipy.signal"] = patched
+    try:
+        import torchmetrics  # noqa: F401
+    finally:
+        take_back()
 
 
 def _bench() -> Callable[[], None]:

@@ -252,6 +252,24 @@ def rank_of(agent, rank):
     return next(int(pid) for pid, mark in marks.items() if f"LOCAL_RANK={rank}".encode() in mark)
 
 
+@pytest.mark.slow
+def test_two_agents_on_one_host_meet_over_loopback(tmp_path):
+    common = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port()), "NPROC_PER_NODE": "1"}
+    words = (
+        LAUNCH,
+        "fit",
+        "--config=configs/ddp.yaml",
+        *TINY,
+        "--trainer.max_steps=2",
+        "--data.global_batch_size=32",
+        "--run=it",
+    )
+    agents = [launching(tmp_path, *words, **common, NODE_RANK=str(rank)) for rank in range(2)]
+    outputs = [agent.communicate(timeout=PATIENCE)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert ", rank 1 is " in outputs[0], outputs
+
+
 def test_a_port_in_use_on_one_node_is_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

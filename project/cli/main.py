@@ -25,7 +25,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch import nn
 
 from project.checkpoints.callback import Checkpoints, checkpoints_of
-from project.checkpoints.reading import Manifest, Verification, memory_folder
+from project.checkpoints.reading import Manifest, Verification, checkpoints_in, memory_folder
 from project.cli.aliases import take_either_lightning
 from project.cli.class_paths import START, Refusal, take_functions
 from project.cli.config import HelpAll, Parser, SaveConfig, brought, refuse_odd_sections, save_config, touches_nothing
@@ -551,13 +551,20 @@ def _end(error: Exception, rank: int) -> int:
 
 
 def _as_error_of_a_setting(error: Exception, trainer: Trainer) -> Exception:
-    """Returns the error of a path that is not there, where a setting names it and no step is taken, as one of the setting."""
-    if isinstance(error, UserError) or not isinstance(error, (FileNotFoundError, NotADirectoryError)) or trainer.global_step:
+    """Returns the error of a path that is not there as one of the setting that names it, at the beginning of a fit.
+
+    Later it was there; and of several hosts, another one may have it.
+    """
+    if isinstance(error, UserError) or not isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return error
-    for key, value in flat(trainer.configuration).items():
-        places = {value, os.path.abspath(value)} if isinstance(value, str) and value else ()
+    begun = trainer.global_step or restarts() or checkpoints_in(Path(trainer.default_root_dir, "checkpoints"))
+    if trainer.state.fn != "fit" or trainer.num_nodes > 1 or begun:
+        return error
+    texts = {key: value.rstrip("/") for key, value in flat(trainer.configuration).items() if isinstance(value, str)}
+    for key, text in sorted(texts.items(), key=lambda setting: -len(setting[1])):
+        places = {text, os.path.abspath(text)} if text and os.path.abspath(text) != os.getcwd() else ()
         if any(re.search(rf"'{re.escape(place)}(/[^']*)?'", str(error)) for place in places):
-            return UserError(f"{key}={value}: {title(error)}\n{Folded(error).text}".rstrip())
+            return UserError(f"{key}={text}: {title(error)}\n{Folded(error).text}".rstrip())
     return error
 
 

@@ -7,6 +7,7 @@ so it can be found out which ones arrive.
 
 import socket
 import threading
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -76,6 +77,8 @@ class Probe:
 
     name: str = ""
     """Who answered."""
+    heard: float = 0.0
+    """When that arrived, by this host's clock that is never set."""
     error: OSError | None = None
     """Why nobody did."""
     limit: int | None = None
@@ -87,16 +90,16 @@ class Probe:
 def probe(address: str, port: int) -> Probe:
     """Connects to a listener, and measures which packets pass."""
     try:
-        name, arrived, again = _call(address, port, ATTEMPT)
+        name, heard, arrived, again = _call(address, port, ATTEMPT)
     except OSError as error:
         return Probe(error=error)
     if again:
-        return Probe(name)
+        return Probe(name, heard)
     with suppress(OSError):  # a packet or two may get lost anywhere: once more, and with more patience
-        name, _, again = _call(address, port, 2 * ATTEMPT)
+        name, heard, _, again = _call(address, port, 2 * ATTEMPT)
         if again:
-            return Probe(name)
-    return Probe(name, limit=_limit(address, port), back=arrived)
+            return Probe(name, heard)
+    return Probe(name, heard, limit=_limit(address, port), back=arrived)
 
 
 def probe_any(addresses: Iterable[str], port: int) -> Probe:
@@ -112,8 +115,8 @@ def lost(answer: Probe, here: str, other: str) -> str:
     return f"{what} from {start} don't arrive at {end}"
 
 
-def _call(address: str, port: int, seconds: float, size: int | None = None) -> tuple[str, bool, bool]:
-    """Returns who answers, whether the load arrives, and whether it comes back. `size` limits the packets, in bytes."""
+def _call(address: str, port: int, seconds: float, size: int | None = None) -> tuple[str, float, bool, bool]:
+    """Returns who answers, and when; whether the load arrives, and comes back. `size` limits the packets, in bytes."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as line:
         if size is not None:  # also said to the other side, which then sends no longer ones either
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, size - _headers(address))
@@ -122,13 +125,14 @@ def _call(address: str, port: int, seconds: float, size: int | None = None) -> t
         name = b""
         while not name.endswith(b"\n") and (part := line.recv(1)):
             name += part
+        heard = time.monotonic()
         arrived = back = False
         with suppress(TimeoutError):
             line.settimeout(seconds)
             line.sendall(bytes(_LOAD))
             arrived = line.recv(1) == _THANKS
             back = arrived and _take(line) == _LOAD
-        return name.decode(errors="replace").strip(), arrived, back
+        return name.decode(errors="replace").strip(), heard, arrived, back
 
 
 def _headers(address: str) -> int:
@@ -141,7 +145,7 @@ def _limit(address: str, port: int) -> int:
 
     def passes(size: int) -> bool:
         with suppress(OSError):
-            return _call(address, port, _QUICK, size)[2]
+            return _call(address, port, _QUICK, size)[3]
         return False
 
     with socket.create_connection((address, port), ATTEMPT) as line:

@@ -76,11 +76,11 @@ class RunClock(datetime):
 
 def _store(address: str, port: int, is_master: bool = False, **settings: Any) -> TCPStore:
     """Stands for what torch's module knows as `TCPStore`. The agent that makes it tells others the time, if there are any."""
-    if is_master and address == "127.0.0.1":
-        return store_on_loopback(0, port, settings["timeout"])
-    store = TCPStore(address, port, is_master=is_master, **settings)
+    alone = is_master and address == "127.0.0.1"
+    settings["is_master"] = is_master
+    store = store_on_loopback(0, port, settings["timeout"]) if alone else TCPStore(address, port, **settings)
     if is_master:
-        _listeners.append(reachability.Listener("", lambda: f"{RunClock.seconds()!r} {host()}"))
+        _listeners.append(reachability.Listener(address if alone else "", lambda: f"{RunClock.seconds()!r} {host()}"))
         store.set(_LISTENER, str(_listeners[-1].port))
     return store
 
@@ -111,4 +111,4 @@ def join(address: str, port: int, seconds: float) -> None:
     if answer.limit is not None:
         raise UserError(f"{reachability.lost(answer, host(), name)}. HINT: {reachability.HINT}")
     if now:  # else that port is closed, and the ranks will say which hosts can't reach each other
-        RunClock.ahead = float(now) - time.monotonic()
+        RunClock.ahead = float(now) - answer.heard

@@ -81,6 +81,8 @@ def serve(ranks: int, build: Callable[[], None]) -> None:
         for rank in range(ranks or 1):
             if rank in spares and not _is_closed(spares[rank][1]):
                 continue
+            if rank in spares:
+                os.close(spares[rank][1])
             pid, pipe = _fork(parent)
             if pid == 0:
                 supervisor.close()  # which hears so when the fork server has ended

@@ -46,6 +46,7 @@ REPLACES_HOSTS = "PROJECT_REPLACES_HOSTS"
 """The environment variable that Ray's driver sets where it can start the ranks again on other hosts, when they have ended."""
 _SPARES_AFTER = 2.0  # seconds: ranks that have just been started need the cores themselves
 _GRACE = 20.0  # seconds that the other ranks have to end by themselves when one has failed
+_LOOK = 0.5  # seconds between two looks whether the fork server lives
 _ACKNOWLEDGEMENT, _ANSWER = 10.0, 90.0  # seconds that another supervisor waits for the first one's roll call, and its decision
 _LONGEST_MESSAGE = 1 << 16
 
@@ -131,10 +132,7 @@ class Supervisor:
 
     def _run_once(self) -> bool:
         """Starts the ranks, and waits until all have ended. Returns whether they are to be started again."""
-        with suppress(OSError):
-            order = {"attempt": self._attempt, "port": free_port(), "numbers": self._numbers}
-            self._server.send(json.dumps(order).encode())
-        if (pids := receive(self._server).get("pids")) is None:
+        if (pids := self._order(attempt=self._attempt, port=free_port(), numbers=self._numbers).get("pids")) is None:
             self._report("The process from which ranks are forked has ended: no rank is started again.")
             self._end = TRY_AGAIN
             return False
@@ -170,6 +168,15 @@ class Supervisor:
                 break
         self._end = TRY_AGAIN if self._unanswered else None
         return False
+
+    def _order(self, **order: object) -> Message:
+        """Gives the fork server an order, and returns its answer; {} where it has ended."""
+        with suppress(OSError):
+            self._server.send(json.dumps(order).encode())
+        while not readable([self._server], _LOOK):  # what the user's code has forked there may hold the other end
+            if self._children.server.poll() is not None:
+                return {}
+        return receive(self._server)
 
     def _select(self, seconds: float) -> list[Input]:
         """Waits for a message, a signal or a child's end, or so long; returns what is ready to be read."""
@@ -234,10 +241,10 @@ class Supervisor:
 
     def _request_spares(self) -> None:
         """Has the fork server fork the ranks of the next start, so that a loss need not wait for that."""
-        with suppress(OSError):  # they also make the objects of the configuration where that needs little
-            order = {"spares": True, "build": len(self._small_builds) == len(self._children.ranks)}
-            self._server.send(json.dumps(order).encode())
-        self._children.spares = receive(self._server).get("spares", [])
+        build = len(self._small_builds) == len(
+            self._children.ranks
+        )  # the objects of the configuration, where that needs little
+        self._children.spares = self._order(spares=True, build=build).get("spares", [])
 
     def _decide(self, loss: str, where: str) -> bool:
         """Ends all ranks, as one is lost; returns whether they are started again, and has the other supervisors do the same.
@@ -248,7 +255,8 @@ class Supervisor:
         if not where and reports:  # of a rank that was killed: the others have lost it
             loss, where = reports[0]
         has_enough = self._members.has_enough(missing)
-        silent = sorted({self._peers.hosts[rank] for rank in missing if rank in self._peers.hosts})
+        hosts = self._peers.hosts
+        silent = sorted({hosts[rank] for rank in missing if rank in hosts})
         if unnamed := [name for name in silent if f" on {name} is lost" not in loss]:
             loss = f"{loss} No answer from {', '.join(unnamed)}."
         self._kill()
