@@ -258,6 +258,23 @@ def test_a_path_of_the_users_data_that_is_not_there_is_a_wrong_setting(quick, ra
     assert not list(run.folder.glob("lightning_logs/*"))
 
 
+def test_a_path_that_was_there_when_the_run_began_is_no_wrong_setting(quick, tmp_path):
+    """A disk that is not mounted after a restart, say: the same command may work the next time."""
+    (points := tmp_path / "points").mkdir()
+    for name in ("train.csv", *(f"{number}.bin" for number in range(50))):
+        (points / name).touch()
+    own = ("--model=tests.own.Regression", "--data=tests.survive.broken.Filed", "--trainer.accelerator=cpu")
+    words = ("fit", *own, "--data.root=points/", "--data.listed=true", "--run=it")
+    assert (first := quick(*words, "--trainer.max_epochs=1")).code == 0, first.output
+    (points / "train.csv").unlink()
+    run = quick(*words, "--trainer.max_epochs=2")
+    assert run.code == 1, run.output
+    assert "FileNotFoundError" in run.output
+    assert "data.init_args.root=" not in run.output
+    new = quick(*words[:-1], "--trainer.max_epochs=2", "--run=new")
+    assert (new.code, "data.init_args.root=points: FileNotFoundError" in new.output) == (2, True), new.output
+
+
 def test_a_checkpoint_does_not_override_the_command_line(quick):
     first = quick("fit", DDP, *TINY, "--trainer.max_epochs=1", "--run=first", "--model.label_smoothing=0.2")
     checkpoint = first.folder / "lightning_logs/first/checkpoints/step-000000002.ckpt"
