@@ -128,26 +128,31 @@ def _main() -> int:
     return 0
 
 
+class _Patched(ModuleType):
+    """Stands for scipy.signal while torchmetrics patches it. Whoever needs more of it gets it whole."""
+
+    hamming = None  # the patch
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__") and name != "__path__":  # which imports of a part look for; the others, who inspects modules
+            raise AttributeError(name)
+        self.leave()
+        return getattr(import_module("scipy.signal"), name)
+
+    def leave(self) -> None:
+        if sys.modules.get("scipy.signal") is self:
+            del sys.modules["scipy.signal"]
+
+
 def load_torchmetrics() -> None:
     """Loads torchmetrics without scipy.signal, which it patches for SRMRpy alone, where scipy is installed: a second."""
     if find_spec("srmrpy") or "scipy.signal" in sys.modules:
         return
-    patched = ModuleType("scipy.signal")
-
-    def take_back() -> None:
-        if sys.modules.get("scipy.signal") is patched:
-            del sys.modules["scipy.signal"]
-
-    def load(name: str) -> object:  # another library that torchmetrics loads needs the real one
-        take_back()
-        return getattr(import_module("scipy.signal"), name)
-
-    vars(patched).update(hamming=None, __getattr__=load)  # the patch, and all else
-    sys.modules["scipy.signal"] = patched
+    sys.modules["scipy.signal"] = patched = _Patched("scipy.signal")
     try:
         import torchmetrics  # noqa: F401
     finally:
-        take_back()
+        patched.leave()
 
 
 def _bench() -> Callable[[], None]:

@@ -1,11 +1,13 @@
 """Under plain Python the ranks start at once; a wrong guess of how many there will be does no harm."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from project.launch.early_start import ranks
-from tests.conftest import TINY
+from tests.conftest import PATIENCE, TINY
 
 TWO = ("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_steps=1", "--trainer.devices=2")
 
@@ -62,3 +64,35 @@ def test_a_rank_that_ends_takes_a_rank_0_along_that_would_wait_for_ever(cli):
     run = cli(*TWO, "--trainer.callbacks=tests.probes.EndsAlone")
     assert run.code == 1
     assert "after another rank has failed: it is ended" in run.output
+
+
+LOADS = """
+import sys
+from project.__main__ import load_torchmetrics
+
+class Needy:  # stands for a library that torchmetrics loads, and that needs more than the patch
+    def find_spec(self, name, *_):
+        if name == "torchmetrics.aggregation":
+            {needs}
+
+sys.meta_path.insert(0, Needy())
+load_torchmetrics()
+print(any(name.startswith("scipy.signal.") for name in sys.modules))
+import scipy.signal, torchmetrics
+print(scipy.signal.butter.__name__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("needs", "is_loaded"),
+    [
+        ("pass", False),
+        ("from scipy.signal import get_window", True),
+        ("from scipy import signal; signal.get_window", True),
+        ("import scipy.signal.windows", True),
+    ],
+)
+def test_torchmetrics_is_loaded_without_what_few_need(needs, is_loaded):
+    pytest.importorskip("scipy")
+    done = subprocess.run([sys.executable, "-c", LOADS.format(needs=needs)], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.stdout.split() == [str(is_loaded), "butter"], done.stderr

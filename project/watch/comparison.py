@@ -129,9 +129,9 @@ def _differing_losses(taken: Taken, other: Taken) -> list[int]:
 
 def _losses(taken: Taken, other: Taken) -> list[tuple[float, float]]:
     """Returns the losses of the micro-batches that both have, where they are of a type that is known here."""
-    ours, theirs = taken.record.losses, other.record.losses
+    losses, other_losses = taken.record.losses, other.record.losses
     kinds = {(4, 4): "<f", (8, 8): "<d"}
-    both = [(ours[number], theirs[number]) for number in sorted(ours.keys() & theirs.keys())]
+    both = [(losses[number], other_losses[number]) for number in sorted(losses.keys() & other_losses.keys())]
     known = [(kinds[len(bits), len(others)], bits, others) for bits, others in both if (len(bits), len(others)) in kinds]
     return [(*struct.unpack(kind, bits), *struct.unpack(kind, others)) for kind, bits, others in known]
 

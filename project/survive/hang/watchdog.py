@@ -408,8 +408,8 @@ class Watchdog(Callback):
         """Sets the verdict on another rank than 0: this one has waited too long, and rank 0 does not answer."""
         quiet = now - max(self._rank_0_answered, self._counted_from)
         # The seconds for which this rank has asked each tick: of many, only from when it waits too long.
-        asked = now - self._counted_from if self._pause <= _TICK else beat.idle - beat.allowed
-        if beat.waits_too_long and min(quiet, asked) > _SILENCE + 2 * _TICK:
+        asking = now - self._counted_from if self._pause <= _TICK else beat.idle - beat.allowed
+        if beat.waits_too_long and min(quiet, asking) > _SILENCE + 2 * _TICK:
             silent = RankAtFault(0, self._members[0].host, replace(beat, phase=""), quiet)
             self._verdict = Verdict([silent], verdict.describe_phases([(self._members[self._rank], beat)]))
 
