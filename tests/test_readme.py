@@ -83,12 +83,12 @@ def test_an_example_config_runs(quick, tmp_path, page, command, batch):
     assert f"global batch {batch}" in run.output
 
 
-def test_the_module_of_the_readme_trains_and_resumes_on_three_ranks(quick, tmp_path):
+def test_the_module_of_the_readme_trains_and_resumes_on_three_ranks(cli, tmp_path):
     written("README.md", tmp_path)
     line = "python -m project fit --model sums.Sums --trainer.global_batch_size 96 --trainer.max_epochs 3 --run sums"
-    stopped = quick(*words("README.md", line), "--trainer.max_steps=13")
+    stopped = cli(*words("README.md", line), "--trainer.max_steps=13")
     assert stopped.code == 0, stopped.output
-    resumed = quick(*words("README.md", line), "--trainer.max_steps=-1", ranks=3)
+    resumed = cli(*words("README.md", line), "--trainer.devices=3", "--trainer.max_steps=-1")
     assert resumed.code == 0, resumed.output
     assert "1 host x 3 processes x micro-batch 16 x accumulation 2 = global batch 96" in resumed.output
     assert "step-000000013.ckpt" in resumed.output

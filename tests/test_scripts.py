@@ -19,7 +19,7 @@ from project.launch.torchrun_agent import exit_code
 from tests.conftest import PATIENCE, ROOT, TINY, environment
 
 LAUNCH = str(ROOT / "scripts" / "launch.sh")
-LONG = ("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_epochs=100000", "--data.global_batch_size=32")
+LONG = ("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_epochs=100000", "--data.global_batch_size=48")
 
 
 def launching(folder: Path, *command: str, **extra: str) -> subprocess.Popen[str]:
@@ -230,7 +230,7 @@ def test_launch_runs_torchrun_and_shows_what_it_took(tmp_path, words, cause):
 
 @pytest.mark.slow
 def test_a_signal_to_launch_sh_stops_the_run_but_not_sighup_under_nohup(tmp_path):
-    settings = {"NPROC_PER_NODE": "2", "MASTER_PORT": str(find_free_network_port())}
+    settings = {"NPROC_PER_NODE": "3", "MASTER_PORT": str(find_free_network_port())}
     with launching(tmp_path, "nohup", LAUNCH, *LONG, "--run=it", **settings) as run:
         assert run.stdout is not None
         seen = ""
@@ -282,7 +282,7 @@ def test_a_port_in_use_on_one_node_is_one_line():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "kills"), [(2, 2), pytest.param(2, 10, marks=pytest.mark.faults), pytest.param(3, 10, marks=pytest.mark.faults)]
+    ("ranks", "kills"), [(3, 3), pytest.param(2, 10, marks=pytest.mark.faults), pytest.param(3, 10, marks=pytest.mark.faults)]
 )
 def test_one_node_recovers_from_each_lost_rank(tmp_path, ranks, kills):
     """Each attempt goes on where the last one was killed."""

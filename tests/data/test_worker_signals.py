@@ -94,6 +94,6 @@ def test_sigterm_to_all_processes_of_a_run_stops_it_with_a_checkpoint(tmp_path, 
             sent = True
             os.killpg(run.pid, signal.SIGTERM)
     text = "".join(lines)
-    assert run.wait(120) == 143, text
+    assert run.wait(30) == 143, text
     assert text.count("Stopped by SIGTERM after step") == 1
     assert [*(tmp_path / "lightning_logs/long/checkpoints").glob("*.ckpt")]

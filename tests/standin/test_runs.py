@@ -124,7 +124,7 @@ def test_a_killed_run_resumes_to_the_same_bits(
 
 @pytest.mark.parametrize(
     ("name", "ranks", "tolerance"),
-    [("ddp", [1, 2, 3], 2e-2), ("gpt", [1, 2], 2e-2), ("sharded", [3, 2], 2e-2), ("own", [1, 2], 1e-5)],
+    [("ddp", [1, 2, 3], 2e-2), ("gpt", [1, 2], 2e-2), ("sharded", [3, 2], 2e-2), ("own", [1, 2, 3], 1e-5)],
 )
 def test_the_number_of_ranks_changes_rounding_and_nothing_else(
     whole: Callable[..., Path], name: str, ranks: list[int], tolerance: float
@@ -137,7 +137,7 @@ def test_the_number_of_ranks_changes_rounding_and_nothing_else(
 
 @pytest.mark.parametrize(
     ("name", "ranks", "on_one"),
-    [("exact", [3], "exact"), ("sharded_exact", [3], "exact"), ("sharded_clipped", [2], "clipped")],
+    [("exact", [2, 3], "exact"), ("sharded_exact", [3], "exact"), ("sharded_clipped", [2], "clipped")],
 )
 def test_exact_has_the_bits_of_one_gpu(whole: Callable[..., Path], name: str, ranks: list[int], on_one: str) -> None:
     """Clipped gradients are those of the loss, and not those of the scaled loss."""
@@ -147,7 +147,9 @@ def test_exact_has_the_bits_of_one_gpu(whole: Callable[..., Path], name: str, ra
         assert curves(together) == curves(alone)
 
 
-@pytest.mark.parametrize(("verb", "name", "ranks"), [("validate", "ddp", 2), ("predict", "sharded_exact", 3)])
+@pytest.mark.parametrize(
+    ("verb", "name", "ranks"), [("validate", "ddp", 2), ("test", "ddp", 2), ("predict", "sharded_exact", 3)]
+)
 def test_a_verb_reads_what_a_fit_has_left(gpu_pool: Any, whole: Callable[..., Path], verb: str, name: str, ranks: int) -> None:
     """On three ranks one has a micro-batch less, and its shards are asked for nevertheless."""
     words = [word for word in WAYS[name][1:] if not word.startswith("--checkpoints")]

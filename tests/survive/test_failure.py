@@ -12,7 +12,7 @@ HOST = socket.gethostname()
 
 pytestmark = pytest.mark.slow
 
-SOON = 50
+SOON = 30
 """Seconds within which all have ended. Alone it takes five to seven; without what is tested, at least a minute."""
 STUCK = 240
 """Seconds after which a run that would never end counts as stuck: ten times what one takes beside another test."""

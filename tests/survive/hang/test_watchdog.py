@@ -231,7 +231,7 @@ def test_a_warden_ends_a_rank_that_can_not_end_itself(tmp_path: Path, what: str)
         assert beside.stdin is not None
         beside.stdin.write(json.dumps({"file": str(tmp_path / "hang.txt"), "allowed": 1}).encode() + b"\n")
         beside.stdin.flush()
-        assert rank.wait(60) == -signal.SIGKILL
+        assert rank.wait(20) == -signal.SIGKILL
         assert beside.stderr is not None
         assert b"rank 3 on h2 shows no sign of life" in beside.stderr.read()
     assert "in sit_and_wait" in (tmp_path / "hang.txt").read_text()
@@ -305,7 +305,7 @@ def test_a_host_whose_link_is_cut(tmp_path: Path, record_property: Any) -> None:
     for name, seconds in zip(("the host that is left", "the one that is cut off"), ended, strict=True):
         took(f"a link is cut: torchrun on {name} has ended after", seconds)
     assert all(codes)
-    assert max(ended) < DEADLINE + 55  # 11 and 22 s on a busy machine; TCP alone would give up after minutes
+    assert max(ended) < DEADLINE + 25
     said = [(tmp_path / f"output-{i}.txt").read_text() for i in (1, 2)]
     assert sorted(re.findall(r"The run hangs: rank \d on (h\d) is silent", "".join(said))) == ["h1", "h2"]
     assert "on h2 is silent" in said[0]
