@@ -29,10 +29,11 @@ _SHUTDOWN = "300"  # seconds from a signal to SIGKILL; torchrun's own 30 are few
 
 def exit_code(failures: Mapping[int, "ProcessFailure"]) -> int:
     """Returns the exit code of the worker that failed first, as a shell has it; of several at once, of one that has not just
-    lost another.
+    lost another. 75 where NCCL ended it, which it does with SIGABRT.
     """
     first = min(failures.values(), key=lambda failure: (failure.timestamp, failure.exitcode == TRY_AGAIN))
-    return int(first.exitcode if first.exitcode >= 0 else 128 - first.exitcode)
+    code = int(first.exitcode if first.exitcode >= 0 else 128 - first.exitcode)
+    return TRY_AGAIN if code == 128 + signal.SIGABRT else code
 
 
 def patch_agent() -> None:

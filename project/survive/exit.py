@@ -4,8 +4,10 @@ No other import than the standard library's: the program and the launcher load t
 """
 
 import atexit
+import faulthandler
 import gc
 import os
+import resource
 import sys
 import threading
 from contextlib import suppress
@@ -41,6 +43,17 @@ def flush_and_exit(code: object) -> NoReturn:
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def forbid_core_dumps() -> None:
+    """Has this process, and those that it starts, end without a core dump: one of a process that maps a GPU's memory takes
+    minutes, in which nobody knows what happened. NCCL ends a rank so (SIGABRT). Not with PYTHONFAULTHANDLER: somebody debugs.
+
+    One byte is no room for a dump, and the kernel starts no program that would receive it; with 0 it would start that.
+    """
+    if not faulthandler.is_enabled():
+        hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+        resource.setrlimit(resource.RLIMIT_CORE, (1 if hard else 0, hard))
 
 
 def is_the_program(name: str) -> bool:

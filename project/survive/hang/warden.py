@@ -26,7 +26,6 @@ from pathlib import Path
 from project.cluster.oom import OOM_KILL, TO_LOWER, OomKills
 from project.cluster.processes import children, ended, kill_with_children, memory_of, read_dump, start_time
 from project.cluster.signed import Message, sealer
-from project.errors import TRY_AGAIN
 from project.launch.agent import Agent
 from project.launch.orphans import QUIET, SUPERVISED, is_first_of_agent
 from project.survive.life import add_stop, add_to_log, start_report
@@ -46,13 +45,6 @@ def _rank_of(pid: int) -> bytes:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         return next((variable for variable in variables if variable.startswith(b"LOCAL_RANK=")), b"")
     return b""
-
-
-def _was_aborted(status: int) -> bool:
-    """Returns whether a wait status is that of a process that received SIGABRT, with or without the handler of abort.py."""
-    if os.WIFSIGNALED(status):
-        return os.WTERMSIG(status) == signal.SIGABRT
-    return os.WEXITSTATUS(status) == TRY_AGAIN  # who ends with it by itself has said so
 
 
 class WatchedRank:
@@ -124,11 +116,11 @@ class WatchedRank:
             return "" if self.launcher == QUIET else f"{self.launcher} was killed, and its ranks with it{self.oom_kills}."
         if status is None:
             return "" if self.ending else f"{self.name} has ended without a word: killed, or crashed{self.oom_kills}."
-        if _was_aborted(status) and not self.ending:
-            return f"{self.name} was ended by SIGABRT: NCCL or another library gave up{self.oom_kills}."
-        if not os.WIFSIGNALED(status) or os.WTERMSIG(status) in ENDING:
+        if not os.WIFSIGNALED(status) or (number := os.WTERMSIG(status)) in ENDING:
             return ""
-        return f"{self.name} was killed by signal {os.WTERMSIG(status)}{self.oom_kills}{self._filled()}."
+        if number == signal.SIGABRT:
+            return "" if self.ending else f"{self.name} was ended by SIGABRT: NCCL or another library gave up{self.oom_kills}."
+        return f"{self.name} was killed by signal {number}{self.oom_kills}{self._filled()}."
 
     def advise(self, text: str) -> str:
         """Returns a text with what to do after that end, from rank 0's warden: it knows the run's folder."""

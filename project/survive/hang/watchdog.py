@@ -30,7 +30,7 @@ from project.errors import Cause, UserError
 from project.launch import early_start
 from project.launch.orphans import SUPERVISED, describe_launcher, launcher_pid
 from project.survive import failure
-from project.survive.abort import exit_on_abort
+from project.survive.exit import forbid_core_dumps
 from project.survive.failure import LOST_RANKS
 from project.survive.hang import flights, stacks, verdict
 from project.survive.hang.heartbeats import Channel, Flight, Heartbeat, Member, heartbeat_from_dict, machine_id
@@ -169,7 +169,7 @@ class Watchdog(Callback):
         if not self._dump[1]:
             self._dump = stacks.open_dump()
         if trainer.world_size > 1:
-            exit_on_abort()
+            forbid_core_dumps()
         me = self._own_member()
         name, launcher = f"rank {me.rank} on {me.host}", describe_launcher(me.host)
         self._warden = WardenProcess(me.pid, me.started, me.dump, name, launcher, launcher_pid())
