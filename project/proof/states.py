@@ -16,7 +16,7 @@ from project.watch.history import FILE, lives_of, of_the_module
 _ASIDE = {
     *("configuration", "global_batch", "pytorch-lightning_version", "loops", "position", "hyper_parameters", "hparams_name"),
     *("hparams_type", "datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type", "callback_metrics"),
-    *("states_of_ranks", "schedules_as_built", "unsaved_values", "saved_values"),
+    *("states_of_ranks", "schedules_as_built", "changed_values"),
 }
 """Parts of a checkpoint that tell where and when a run ran, or follow from what is compared."""
 _OF_RANKS = {"logged_sums", "metric_states"}

@@ -3,6 +3,7 @@
 import dis
 import itertools
 import random
+import re
 import sys
 from collections import Counter, deque
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
@@ -22,13 +23,16 @@ from project.typed import StateDict, typed
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_LIGHTNING = {*vars(LightningModule()), *vars(LightningDataModule()), "_dtype", "_device", "_metric_attributes"}
-_OF_OPTIMIZERS = {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)), "step", "param_groups", "state"}
+_OF_OPTIMIZERS = {
+    *vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)),
+    *("step", "_opt_called", "param_groups", "state"),
+}
 _STANDARD = (
     *("configuration", "global_batch", "epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "callbacks"),
     *("optimizer_states", "lr_schedulers", "schedules_as_built", "position", "threads", "training_samples", "MixedPrecision"),
     *("callback_metrics", "logged_names", "logged_sums", "metric_states", "exact_grids", "exact_metrics", "states_of_ranks"),
     *("states_of_loaders", "unsaved_buffers", "averaging_state", "current_model_state", "samples_of_a_micro_batch"),
-    *("unsaved_values", "saved_values", "hparams_name", "hyper_parameters"),
+    *("changed_values", "hparams_name", "hyper_parameters"),
     *("datamodule_hparams_name", "datamodule_hyper_parameters"),
 )
 """Parts of a checkpoint in which no attribute of a user is looked for."""
@@ -59,23 +63,26 @@ def values(trainer: Trainer) -> Iterator[tuple[str, object]]:
         yield from ((f"{name}.{attribute}", value) for attribute, value in _values(owner).items())
 
 
-def changed_attributes(trainer: Trainer, before: Attributes) -> dict[tuple[str, str], bytes]:
-    """Returns the digests of attributes that have changed since `before`, by their owners and names."""
+def changed_attributes(trainer: Trainer, before: Attributes) -> dict[str, bytes]:
+    """Returns the digests of attributes that have changed since `before`, by name: 'owner.attribute'."""
+    now, earlier = attributes(trainer), by_name(before)
     return {
-        (owner, attribute): digest
-        for owner, values in attributes(trainer).items()
-        for attribute, digest in values.items()
-        if owner in before and UNKNOWN not in (digest, earlier := before[owner].get(attribute)) and digest != earlier
+        name: digest
+        for name, digest in by_name({owner: values for owner, values in now.items() if owner in before}).items()
+        if UNKNOWN not in (digest, earlier.get(name)) and digest != earlier.get(name)
     }
 
 
-def moved_attributes(trainer: Trainer, before: Attributes, checkpoint: StateDict) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """Returns digests of the attributes that have changed since `before`: of those that a checkpoint of now does not hold, and
-    of those of callbacks that their own states hold.
-    """
-    moved = changed_attributes(trainer, before)
-    if not moved:  # what is saved may be large, and is looked at for these alone
-        return {}, {}
+def by_name(attributes: Attributes) -> dict[str, bytes]:
+    """Returns the digests by 'owner.attribute'."""
+    return {f"{owner}.{attribute}": digest for owner, values in attributes.items() for attribute, digest in values.items()}
+
+
+def unsaved_attributes(trainer: Trainer, before: Attributes, checkpoint: StateDict) -> list[str]:
+    """Returns the names of attributes that have changed since `before`, and that a checkpoint of now does not hold."""
+    changed = changed_attributes(trainer, before)
+    if not changed:  # what is saved may be large, and is looked at for these alone
+        return []
     digests = Digests(_saved_elsewhere(trainer))
     parts = {name: part for name, part in checkpoint.items() if name not in _STANDARD}
     parts |= {name: part for name, part in checkpoint["state_dict"].items() if name.endswith("extra_state")}
@@ -84,19 +91,15 @@ def moved_attributes(trainer: Trainer, before: Attributes, checkpoint: StateDict
             f"{len(parts)}": {name: part for name, part in state.items() if name not in _OF_OPTIMIZERS} for state in states
         }
     saved = digests.within(parts)
-    callbacks = typed(trainer).callbacks
     states_of = checkpoint.get("callbacks", {})
-    known = {type(callback).__name__: digests.within(states_of.get(callback.state_key)) for callback in callbacks}
-    unsaved, held = dict[str, bytes](), dict[str, bytes]()
-    for (owner, attribute), digest in moved.items():
-        kind = owner.partition(" ")[0]
-        if (holds := known.get(kind, saved)) is None:
-            continue
-        if digest not in holds:
-            unsaved[f"{owner}.{attribute}"] = digest
-        elif kind in known:  # elsewhere an equal number may be that of another
-            held[f"{owner}.{attribute}"] = digest
-    return unsaved, held
+    known = {
+        type(callback).__name__: digests.within(states_of.get(callback.state_key)) for callback in typed(trainer).callbacks
+    }
+    return [
+        name
+        for name, digest in changed.items()
+        if (holds := known.get(re.split("[ .]", name)[0], saved)) is not None and digest not in holds
+    ]
 
 
 def owners(trainer: Trainer) -> Iterator[tuple[str, object]]:

@@ -33,7 +33,7 @@ from project.cluster import shared_folder
 from project.errors import FaultError, UserError
 from project.masking import MASK, without_secrets
 from project.parts import changed
-from project.resume.attributes import Attributes, attributes, moved_attributes
+from project.resume.attributes import Attributes, attributes, changed_attributes
 from project.resume.changes import refuse_short_one_cycle, restore_schedules
 from project.sharded.shards import split
 from project.sharded.strategy import Sharded
@@ -68,10 +68,8 @@ class Resuming(_CheckpointConnector):
     _has_warned_of_secrets = False
     values_as_built: Attributes = MappingProxyType({})
     """The values that the user's objects keep in Python, before any step."""
-    unsaved_digests: Mapping[str, bytes] = MappingProxyType({})
-    """Digests of such values that the checkpoint knew of, and did not hold; none where no run is resumed."""
-    saved_digests: Mapping[str, bytes] = MappingProxyType({})
-    """Digests of those that it held."""
+    changed_values: Mapping[str, bytes] = MappingProxyType({})
+    """Digests of those that had changed when the checkpoint was saved; none where no run is resumed."""
     weights_only: bool | None = None
     """The verb's own argument: Lightning does not report it where a sharded network is restored."""
 
@@ -100,8 +98,7 @@ class Resuming(_CheckpointConnector):
             checkpoint["logged_names"] = [name for name in checkpoint["callback_metrics"] if name in logged]
             # They may go by a rank's own micro-batches, and exact checkpoints have the same bytes on any number of ranks.
             if not typed(self.trainer).exact:
-                values = moved_attributes(self.trainer, self.values_as_built, checkpoint)
-                checkpoint["unsaved_values"], checkpoint["saved_values"] = values
+                checkpoint["changed_values"] = changed_attributes(self.trainer, self.values_as_built)
             checkpoint["states_of_ranks"] = _gather_states_of_ranks(self.trainer, checkpoint)
         return checkpoint
 
@@ -277,7 +274,7 @@ class Resuming(_CheckpointConnector):
                 buffers[name].copy_(value)
         self.values_as_built = attributes(trainer)
         if trainer.state.fn == "fit":
-            self.unsaved_digests, self.saved_digests = saved.get("unsaved_values", {}), saved.get("saved_values", {})
+            self.changed_values = saved.get("changed_values", {})
         self._optimizers_as_built = _optimizer_names(trainer)
         self._schedules_as_built = [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
         super().restore_training_state()

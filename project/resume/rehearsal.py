@@ -6,7 +6,7 @@ user runs but what saves its state. What changes later is named by the run that 
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
@@ -19,8 +19,9 @@ from project.resume.attributes import (
     UNKNOWN,
     Attributes,
     attributes,
+    by_name,
     changed_attributes,
-    moved_attributes,
+    unsaved_attributes,
     values,
 )
 from project.sharded.strategy import is_sharded
@@ -45,7 +46,7 @@ class Rehearsal(Callback):
         if callbacks_of(trainer, ModelPruning):
             log.warning("ModelPruning leaves its masks out of checkpoints: after a restart what was pruned grows again.")
         resuming = typed(trainer).resuming
-        self._at_start = attributes(trainer) if resuming.unsaved_digests or resuming.saved_digests else {}
+        self._at_start = attributes(trainer) if resuming.changed_values else {}
         self._before: Attributes | None = None  # the values at the first step; {} once they have been compared
         self._buffers: MovedWeights | None = None  # those of the first step
         self._reported = set[str]()
@@ -72,7 +73,7 @@ class Rehearsal(Callback):
             _warn(
                 "changes with each micro-batch of a rank, and not once a step: on another number of ranks it is another one. "
                 "HINT: change it in on_before_optimizer_step, by what all ranks have.",
-                *(trainer, [f"{owner}.{attribute}" for owner, attribute in changed_attributes(trainer, self._before)]),
+                *(trainer, [*changed_attributes(trainer, self._before)]),
             )
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -91,7 +92,7 @@ class Rehearsal(Callback):
         """Warns of attributes that have changed unsaved. What an epoch's end empties need not be saved."""
         if self._before and (trainer.global_step >= self._first_step + _STEPS or trainer.is_last_batch):
             checkpoint = typed(trainer).resuming.dump_checkpoint(weights_only=False)
-            unsaved, _ = moved_attributes(trainer, self._before, checkpoint)
+            unsaved = unsaved_attributes(trainer, self._before, checkpoint)
             self._before = {}
             _warn(
                 "changed in the first steps, and not in what a checkpoint holds, so that a resumed run begins with what it was "
@@ -101,23 +102,18 @@ class Rehearsal(Callback):
 
     def _warn_of_lost_values(self, trainer: Trainer, now: Attributes) -> None:
         """Warns of attributes that had another value in the checkpoint; where an epoch begins here, not of those it sets."""
-        begun, resuming = position(trainer).step > 0, typed(trainer).resuming
-
-        def others(digests: Mapping[str, bytes]) -> list[str]:
-            values = {name: _look_up_digest(now, name) for name, digest in digests.items()}
-            return sorted(
-                name
-                for name, value in values.items()
-                if value not in (digests[name], UNKNOWN) and (begun or value == _look_up_digest(self._at_start, name))
-            )
-
-        unsaved, saved = others(resuming.unsaved_digests), others(resuming.saved_digests)
-        self._reported.update(unsaved, saved)
-        _warn("not what it was when the checkpoint was saved, which does not hold it. HINT: {hint}.", trainer, unsaved)
+        begun, saved = position(trainer).step > 0, typed(trainer).resuming.changed_values
+        values, at_start = by_name(now), by_name(self._at_start)
+        others = sorted(
+            name
+            for name, digest in saved.items()
+            if values.get(name) not in (digest, UNKNOWN) and (begun or values.get(name) == at_start.get(name))
+        )
+        self._reported.update(others)
         _warn(
-            "not what it was when the checkpoint was saved, although that holds it: it is not restored, or setup or "
-            "on_train_start sets it anew. HINT: set it in __init__.",
-            *(trainer, saved),
+            "not what it was when the checkpoint was saved: it is not saved, or not restored, or setup or on_train_start sets "
+            "it anew. HINT: {hint}; set it in __init__ alone.",
+            *(trainer, others),
         )
 
 
@@ -127,9 +123,3 @@ def _warn(text: str, trainer: Trainer, names: Sequence[str]) -> None:
         draws = {name for name, value in values(trainer) if isinstance(value, GENERATORS)}.intersection(names)
         hint = f"{', '.join(sorted(draws))}: {_DRAW}" if draws else _KEEP
         log.warning("%s%s: %s", ", ".join(names[:_SHOWN]), more, text.replace("{hint}", hint))
-
-
-def _look_up_digest(values: Attributes, name: str) -> bytes | None:
-    """Looks up the digest of 'owner.attribute'; None where there is none."""
-    owner, _, attribute = name.rpartition(".")
-    return values.get(owner, {}).get(attribute)

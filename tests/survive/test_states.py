@@ -16,6 +16,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from project import Trainer
@@ -534,7 +536,78 @@ def test_what_a_start_overwrites_and_what_is_hung_on_others_objects_is_named(
     assert named("changed in the first steps") == hung
     caplog.clear()
     fit(tmp_path, Regression(), points(), steps=10, resume=True, callbacks=[Starting()])
-    assert named("although that holds it") == {"Starting.steps"}
+    assert named("not what it was when") == {"Starting.steps", *hung}
+
+
+class Overwriting(Regression):
+    """Saves what it counts, by hand, and begins one count anew whenever a training starts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = self.lasting = self.never_saved = 0
+
+    def on_train_start(self) -> None:
+        self.steps = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.steps += 1
+        self.lasting += 2
+        self.never_saved += 2  # an equal number is saved
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["counts"] = self.steps, self.lasting
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.steps, self.lasting = checkpoint["counts"]
+
+
+def test_what_a_module_saves_and_does_not_have_again_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, Overwriting(), points(), steps=8)
+    assert "Overwriting" not in caplog.text
+    fit(tmp_path, Overwriting(), points(), steps=10, resume=True)
+    (line,) = [record.getMessage() for record in caplog.records if "not what it was when" in record.getMessage()]
+    assert {*line.partition(": ")[0].split(", ")} == {"Overwriting.steps", "Overwriting.never_saved"}
+
+
+class OwnSchedule(LRScheduler):
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.rates: list[float] = []
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        self.rates.append(0.1 / (1 + self.last_epoch))
+        return [self.rates[-1]]
+
+
+class OwnOptimizer(torch.optim.SGD):
+    """Counts its steps, and saves the count."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        self.calls = 0
+        super().__init__(*args, **settings)
+
+    def step(self, *args: Any, **settings: Any) -> Any:
+        self.calls += 1
+        return super().step(*args, **settings)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "calls": self.calls}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "calls"})
+        self.calls = state_dict["calls"]
+
+
+class Scheduled(Regression):
+    def configure_optimizers(self) -> Any:
+        optimizer = OwnOptimizer(self.parameters(), lr=0.1, momentum=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": OwnSchedule(optimizer), "interval": "step"}}
+
+
+def test_what_an_own_optimiser_and_an_own_schedule_save_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for steps in (8, 10):
+        fit(tmp_path, Scheduled(), points(), steps=steps, resume=steps > 8)
+    assert "Own" not in caplog.text
 
 
 class OwnAverage(WeightAveraging):
