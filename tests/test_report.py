@@ -20,9 +20,12 @@ from statistics import median
 from urllib.parse import unquote
 
 import pytest
+from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import parse_experiment_plugin_data
+from torch.utils.data import DataLoader
 
+from project import Trainer
 from project.watch.charts import COLOURS, Chart, Line
 from project.watch.curves import Point
 from project.watch.dashboard import _LAYOUT
@@ -32,6 +35,7 @@ from project.watch.history import PHASES, History, Life, lives_of, newest_run, r
 from project.watch.report import facts, page, shares_of_a_step
 from project.watch.side_by_side import compared, differences
 from tests.conftest import ROOT, TINY, forked
+from tests.own import Points, Regression
 from tests.survive.test_nonfinite import words
 from tests.survive.test_resume import faults
 
@@ -592,6 +596,19 @@ def test_what_a_start_logs_again_is_no_sign_of_the_life_before(tmp_path):
     assert (killed.end, killed.end_step) == (40.0, 11)
     killed, _ = lives_of(tmp_path / "life.jsonl", [(40.0, 8), (7299.0, 9)])
     assert (killed.end, killed.end_step) == (40.0, 9), "the next start has resumed from its checkpoint"
+
+
+def test_a_run_without_curves_says_why(tmp_path):
+    """A script with a logger that is not TensorBoard's."""
+    logger = CSVLogger(tmp_path / "logs")
+    Trainer(default_root_dir=tmp_path / "run", max_steps=3, logger=logger, accelerator="cpu", enable_progress_bar=False).fit(
+        Regression(), DataLoader(Points(24), batch_size=4)
+    )
+    history = read_history(tmp_path / "run", "run")
+    assert "another logger= takes their place" in page(history)
+    assert "curves" in facts(history)
+    history.curves["loss"] = [Point(1, 1.0, 1.0)]
+    assert not facts(history)["curves"]
 
 
 def test_a_time_begins_with_the_first_process_in_every_place():

@@ -37,6 +37,10 @@ _FIRST = ("loss", "acc")  # of what is learned; the rest as it was logged
 _PICTURES = 8 << 20  # bytes of all
 _WARNINGS, _FIGURES = 60, 300  # rows
 _LONGEST = 20_000  # characters of a traceback
+_NO_CURVES = (
+    "none: they are read from TensorBoard's events, and this folder has none. In a script another logger= takes their place. "
+    'HINT: leave logger out, or give its short name (logger="csv"): then it comes beside them.'
+)
 
 
 class Figure(NamedTuple):
@@ -148,6 +152,7 @@ def facts(history: History) -> dict[str, str]:
         "versions": ", ".join(f"{name} {value}" for name, value in known.get("versions", {}).items()),
         "commit": str(known.get("commit") or ""),
         "image": str(known.get("image") or ""),
+        "curves": _NO_CURVES if history.step and not history.curves else "",
         "newest checkpoint": str(history.checkpoint or ""),
         "command": str(known.get("command") or ""),
     }
