@@ -430,7 +430,7 @@ class Logged(_LoggerConnector):
 
     def metrics_of_ranks(self) -> dict[str, object]:
         """Returns the states of metrics for a checkpoint, by its key. Called by all ranks."""
-        return {"metric_states": gather_metric_states(self.trainer, self.trainer.lightning_module)}
+        return {"metric_states": gather_metric_states(self.trainer)}
 
     def restore_metrics(self, checkpoint: StateDict) -> None:
         """Called where a run resumes within an epoch. `ExactLogged` restores what metrics have counted."""

@@ -4,7 +4,7 @@ torchmetrics leaves its states out of a module's `state_dict`, because at the en
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TypeAlias, TypedDict, cast
 
 import torch
@@ -32,25 +32,14 @@ class RankStates(TypedDict, total=False):
 States: TypeAlias = dict[str, list[RankStates]]
 """By the name of the metric, of each rank its states."""
 
-_FIRSTS: dict[object, Callable[[list[State]], State]] = {
-    dim_zero_sum: lambda parts: cast(Tensor, sum(_tensors(parts))),
-    dim_zero_cat: lambda parts: [element for part in parts for element in (part if isinstance(part, list) else [part])],
-}
-_OF_ALL_RANKS: dict[object, Callable[[list[State]], State]] = {
-    dim_zero_max: lambda parts: torch.stack(_tensors(parts)).amax(0),
-    dim_zero_min: lambda parts: torch.stack(_tensors(parts)).amin(0),
-    dim_zero_mean: lambda parts: torch.stack(_tensors(parts)).mean(0),
-}
-"""The joined state of several ranks' parts: rank 0 continues with all of a sum, every rank with the largest value."""
 
-
-def gather_metric_states(trainer: Trainer, module: LightningModule) -> States:
+def gather_metric_states(trainer: Trainer) -> States:
     """Returns the states of all ranks, which must call this together. A validation begins anew, and so what it has counted is
     left out.
     """
     logged = [result.value for result in trainer.fit_loop.epoch_loop._results.values()]
     own: dict[str, RankStates] = {}
-    for name, metric in metrics_of(module):
+    for name, metric in metrics_of(trainer.lightning_module):
         if metric.update_called and (not trainer.validating or any(metric is value for value in logged)):
             held = {key: _on_host(value) for key, value in metric.metric_state.items()}
             own[name] = {"state": held, "updates": metric.update_count}
@@ -73,19 +62,24 @@ def restore_metric_states(saved: States, module: LightningModule, rank: int, ran
 
 
 def _on_other_ranks(name: str, metric: Metric, of_ranks: list[RankStates], rank: int) -> RankStates:
-    """Returns the states of a metric for today's ranks: all sums are rank 0's, or none where they can't be brought together."""
+    """Returns the states of a metric for today's ranks, or none where they can't be brought together: rank 0 continues with all
+    of a sum, every rank with the largest value.
+    """
     made: dict[str, State] = {}
     entries = [entry for entry in of_ranks if entry]
     for key, how in metric._reductions.items():
         parts = [entry["state"][key] for entry in entries]
-        if how in _OF_ALL_RANKS:
-            made[key] = _OF_ALL_RANKS[how](parts)
-        elif how not in _FIRSTS:
+        tensors = cast(list[Tensor], parts)  # which they are, but for those of `dim_zero_cat`
+        if how in (dim_zero_max, dim_zero_min, dim_zero_mean):
+            made[key] = how(torch.stack(tensors))
+        elif how not in (dim_zero_sum, dim_zero_cat):
             if not rank:
                 log.warning("%s can't be taken over by another number of ranks: it begins anew in this epoch.", name)
             return {}
+        elif not rank and how is dim_zero_sum:
+            made[key] = cast(Tensor, sum(tensors))
         elif not rank:
-            made[key] = _FIRSTS[how](parts)
+            made[key] = [element for part in parts for element in (part if isinstance(part, list) else [part])]
     return {"state": made, "updates": sum(entry["updates"] for entry in entries) if not rank else 0}
 
 
@@ -97,11 +91,6 @@ def metrics_of(module: LightningModule) -> Iterator[tuple[str, Metric]]:
     for name, part in module.named_modules():
         if isinstance(part, Metric):
             yield name, part
-
-
-def _tensors(parts: list[State]) -> list[Tensor]:
-    """Returns the parts of a state that is a tensor and no list."""
-    return cast(list[Tensor], parts)
 
 
 def _on_host(value: State) -> State:
