@@ -44,8 +44,8 @@ class Sum(TypedDict):
 
 Sums: TypeAlias = dict[str, Sum]
 """By what was logged."""
-Value: TypeAlias = tuple[Tensor, Tensor | None]
-"""A value of an epoch so far, and the number of samples in it where it is a mean."""
+Value: TypeAlias = dict[str, Tensor]
+"""A value of an epoch so far, under `value`, and where it is a mean the number of samples in it, as Lightning names them."""
 Shown: TypeAlias = dict[str, float | Tensor]
 """The numbers that a bar shows: those of a step lie on the GPU until they are read, where one computes them."""
 
@@ -152,16 +152,11 @@ class Results(_ResultCollection):
         if begins_step:
             self._values_of_step.clear()
             if self._state.may_be_skipped:
-                self._before_step = {key: self._value_and_samples(key) for key in self._keys_of_epoch()}
+                self._before_step = {key: self[key].metric_state for key in self._keys_of_epoch()}
 
     def _keys_of_epoch(self) -> list[str]:
         """Returns the keys of the values that are summed up over this epoch; torchmetrics count for themselves."""
         return [key for key, metric in self.items() if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset]
-
-    def _value_and_samples(self, key: str) -> Value:
-        """Returns the value of a key so far, and the number of samples in it where it is a mean."""
-        metric: _ResultMetric = self[key]
-        return metric.value, metric.cumulated_batch_size if metric.meta.is_mean_reduction else None
 
     def discard_skipped_step(self) -> None:
         """Discards what a skipped step has logged for its epoch; the host does not wait for a GPU that decides it."""
@@ -171,23 +166,16 @@ class Results(_ResultCollection):
 
     def _discard_value_of_step(self, key: str, before: Value | None, skipped: bool | Tensor) -> None:
         """Sets a value of the epoch back to what it was before the step."""
-        metric: _ResultMetric = self[key]
-        now = self._value_and_samples(key)
-        if skipped is True:
-            if before is None:
-                metric.reset()  # was logged for the first time
-                return
-        elif before is None:
-            fresh = deepcopy(metric)
+        metric, now = self[key], self[key].metric_state
+        if before is None:  # it was logged for the first time
+            fresh = metric if skipped is True else deepcopy(metric)
             fresh.reset()
-            before = fresh.value, now[1] if now[1] is None else fresh.cumulated_batch_size
-
-        def chosen(earlier: Tensor, other: Tensor) -> Tensor:
-            return earlier if isinstance(skipped, bool) else torch.where(skipped, earlier.to(other.device), other)
-
-        metric.value = chosen(before[0], now[0])
-        if before[1] is not None and now[1] is not None:
-            metric.cumulated_batch_size = chosen(before[1], now[1])
+            before = fresh.metric_state
+        if isinstance(skipped, Tensor):
+            before = {name: torch.where(skipped, value.to(now[name].device), now[name]) for name, value in before.items()}
+        metric.value = before["value"]
+        if metric.meta.is_mean_reduction:
+            metric.cumulated_batch_size = before["cumulated_batch_size"]
 
     def update_metrics(self, key: str, value: Metric | Tensor, batch_size: int) -> None:
         """Shows a step as the mean of its micro-batches. Lightning shows the last one, which is another one on another number
@@ -240,8 +228,8 @@ class Results(_ResultCollection):
         """Returns the sums of all ranks, which must call this together."""
         own: dict[str, tuple[Tensor, Tensor]] = {}
         for key in self._keys_of_epoch():
-            _, samples = self._value_and_samples(key)
-            own[key] = self._sum_of_this_rank(key), torch.tensor(0) if samples is None else samples.cpu()
+            samples: Tensor = self[key].metric_state.get("cumulated_batch_size", torch.tensor(0))
+            own[key] = self._sum_of_this_rank(key), samples.cpu()
         by_rank = ranks.all_gather_objects(own)
         made: Sums = {}
         for key in own:
