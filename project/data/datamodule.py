@@ -25,7 +25,6 @@ from project.errors import UserError
 log = logging.getLogger(__name__)
 
 _SPLITS: dict[str, tuple[Split, ...]] = {"fit": ("train", "val"), "validate": ("val",), "predict": ("predict",)}
-_BY_STAGE: dict[str, Split] = {"train": "train", "validate": "val", "sanity_check": "val", "test": "test"}
 
 
 class ImageData(LightningDataModule):
@@ -271,7 +270,8 @@ class ImageData(LightningDataModule):
 
     def _look_at(self, batch: Batch) -> None:
         """Examines the first batch of each split before anything changes it."""
-        split = _BY_STAGE.get(str(self.trainer.state.stage and self.trainer.state.stage.value), "predict")
+        stage = self.trainer.state.stage
+        split = stage and stage.dataloader_prefix
         if split not in self._unseen or not len(batch["image"]):
             return
         self._unseen.remove(split)

@@ -26,8 +26,6 @@ from project.typed import Stateful, TypedTrainer, typed
 
 log = logging.getLogger(__name__)
 
-_STAGES = {RunningStage.TESTING: "test", RunningStage.PREDICTING: "predict"}  # others are training or validation
-
 
 class Loaders(_DataConnector):
     """The connector of the data: Lightning's, which hands every loader through `_prepare_dataloader` when a loop begins to use
@@ -57,19 +55,8 @@ class Loaders(_DataConnector):
         self._accumulation = trainer.accumulate_grad_batches  # as it was set last
         self.limits: dict[str, Limit] = {}
         """The user's limits by stage: of training in steps, of evaluation in micro-batches over all ranks."""
-        self._start = (0, 0)  # epoch, and micro-batches of it that are done, over all ranks
-        self._epoch_in_use = -1  # in which training loaders were made
-        self.set_sizes: list[int] = []
-        """The numbers of samples of the training sets in use, as far as they are known."""
-        self._restored_sizes: list[int] = []  # of the training sets that the run had before
+        self._forget_loaders()
         self._resumes_within_epoch = False  # the run resumes within an epoch
-        self._micro_batch_before: int | None = None  # of the first training loader, when the checkpoint was made
-        self._size_before_and_now = (1, 1)  # it and today's, until what is done is counted in micro-batches of today's
-        self.micro_batch: int | None = None
-        """The samples in a micro-batch of the first training loader."""
-        self._dealt: list[DealtLoader] = []  # for training, in this verb
-        self._undealt: list[object] = []  # and those that are left as they are, of this epoch
-        self._accumulation_is_set = False
         self._warned: set[str] = set()
         self._steps_of_trial: int | None = None  # while training is set up: to how many steps Lightning is to cut it
         self.sanity_steps: int | float | None = None
@@ -78,6 +65,21 @@ class Loaders(_DataConnector):
         """How many samples of a training set are read; None: all of them."""
         self.attached: LightningDataModule | None = None
         """The data module of this verb."""
+
+    def _forget_loaders(self) -> None:
+        """Forgets the training loaders of another verb, and where it resumed."""
+        self._start = (0, 0)  # epoch, and micro-batches of it that are done, over all ranks
+        self._epoch_in_use = -1  # in which training loaders were made
+        self.set_sizes: list[int] = []
+        """The numbers of samples of the training sets in use, as far as they are known."""
+        self._restored_sizes: list[int] = []  # of the training sets that the run had before
+        self._micro_batch_before: int | None = None  # of the first training loader, when the checkpoint was made
+        self._size_before_and_now = (1, 1)  # it and today's, until what is done is counted in micro-batches of today's
+        self.micro_batch: int | None = None
+        """The samples in a micro-batch of the first training loader."""
+        self._dealt: list[DealtLoader] = []  # for training, in this verb
+        self._undealt: list[object] = []  # and those that are left as they are, of this epoch
+        self._accumulation_is_set = False
 
     def attach_datamodule(self, model: LightningModule, datamodule: LightningDataModule | None = None) -> None:
         super().attach_datamodule(model, datamodule)
@@ -142,9 +144,7 @@ class Loaders(_DataConnector):
 
     def begin_verb(self, spare_cores: int | None = None) -> None:
         """Begins another fit, or another verb, and computes its batching, unless that takes the first training loader."""
-        self._start, self._accumulation_is_set, self._dealt, self._undealt, self._restored_sizes = (0, 0), False, [], [], []
-        self._epoch_in_use, self.set_sizes, self.micro_batch, self._micro_batch_before = -1, [], None, None
-        self._size_before_and_now = (1, 1)
+        self._forget_loaders()
         self.note_limits()
         trainer, data = typed(self.trainer), self.attached
         if trainer.accumulate_grad_batches != self._accumulation and not accumulates_by_epoch(trainer):
@@ -208,11 +208,8 @@ class Loaders(_DataConnector):
         restored after that.
         """
         same = within or not typed(self.trainer).reload_dataloaders_every_n_epochs  # an epoch may have a set of its own
-        self._start, self._restored_sizes, self._resumes_within_epoch = (
-            (epoch, micro_batches),
-            list(sizes) if same else [],
-            within,
-        )
+        self._start, self._resumes_within_epoch = (epoch, micro_batches), within
+        self._restored_sizes = list(sizes) if same else []
         self._epoch_in_use, self.set_sizes, self._micro_batch_before = -1, [], size
         for loader in self._dealt:
             self._set_start(loader)
@@ -370,7 +367,7 @@ class Loaders(_DataConnector):
         if sampling(loader).drop_last:
             count -= count % size
         exact, here = typed(trainer).exact, data_ranks(trainer)
-        stage = _STAGES.get(mode, "val")
+        stage = str(mode.dataloader_prefix)
         batches = limited(-(-count // size), self._limit(stage), f"limit_{stage}_batches", "micro-batches")
         seed = _seed_of(loader, trainer)
         least = here.count if batches and not exact else 0  # a sample for each rank
@@ -399,15 +396,13 @@ class Loaders(_DataConnector):
         """
         self._moments.stop_checking()
         self._moments.begin_epoch(self.trainer.current_epoch)
-        trainer, stage = self.trainer, _STAGES.get(mode, "val")
+        trainer, stage = self.trainer, str(mode.dataloader_prefix)
         limit = self._limit(stage)
         if mode == RunningStage.TRAINING:
-            stage = "train"
             if typed(trainer).reload_dataloaders_every_n_epochs:
                 self._undealt = []
             self._undealt.append(loader)
             self._set_accumulation(getattr(loader, "batch_size", None))
-            limit = self._limit(stage)
             if isinstance(limit, int):
                 limit *= trainer.accumulate_grad_batches
         elif isinstance(limit, int):
