@@ -3,7 +3,6 @@
 import hashlib
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache, cached_property, partial
 from typing import Literal, cast
 
@@ -207,7 +206,6 @@ class ImageData(LightningDataModule):
 
     def _loader(self, split: Split, order: Order) -> MicroBatchLoader:
         held = self._whole(split)
-        order = replace(order, share=order.micro_batches // self._here[1])
         workers = 0 if held else self.loader_processes()
         keys = MicroBatchSampler(order, *self._here)
         return MicroBatchLoader(
@@ -215,7 +213,7 @@ class ImageData(LightningDataModule):
             self.seed,
             self.unread,
             not held,
-            dataset=self._micro_batches(held or self._dataset(split), split, order),
+            dataset=self._micro_batches(held or self._dataset(split), split, keys.order),
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=not held and self.trainer.strategy.root_device.type == "cuda",

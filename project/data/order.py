@@ -207,8 +207,8 @@ class MicroBatchSampler(DistributedSampler[Key]):
     def __init__(self, order: Order, rank: int, world_size: int) -> None:
         assert order.micro_batches % world_size == 0
         super().__init__(range(order.size), num_replicas=world_size, rank=rank, shuffle=False)  # type: ignore[arg-type]
-        self.order = order
         share = order.micro_batches // world_size
+        self.order = replace(order, share=share)
         self._own_numbers = range(rank * share, (rank + 1) * share)
         self._start: tuple[int, int] | None = None
 

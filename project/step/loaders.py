@@ -345,7 +345,6 @@ class Loaders(_DataConnector):
             here.count * trainer.accumulate_grad_batches,
             seed if _shuffles(loader) else None,
             "drop" if sampling(loader).drop_last else "keep",
-            share=trainer.accumulate_grad_batches,
             least=2 if normalises_batches(trainer.lightning_module) and size > 1 else 1,
         )
         if order.size and (not order.steps or order.size < order.micro_batches):
