@@ -34,6 +34,7 @@ _OF_NUMPY = (torch.float16, torch.float32, torch.float64)
 Digest = bytes | None
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 CACHED = type(lru_cache(len))
 """What functools.lru_cache makes of a function."""
 _DRAWING = re.compile("rand|normal|uniform|choice|shuffl|permut|bernoulli|multinomial|poisson|dropout")
@@ -93,7 +94,7 @@ class Digests:
         if isinstance(value, (bool, int, float, np.integer, np.floating)):
             exact = isinstance(value, int) and abs(value) >= 1 << 53  # a float could not hold it
             return sha256(repr(value if exact else float(value)).encode()).digest()
-        if isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
+        if isinstance(value, GENERATORS):
             return self._digest(_state(value), deep + 2)
         if isinstance(value, (str, bytes)) or value is None:
             return sha256(repr(value).encode()).digest()

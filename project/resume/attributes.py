@@ -2,7 +2,6 @@
 
 import dis
 import itertools
-import random
 import re
 import sys
 from collections import Counter, deque
@@ -17,7 +16,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch import nn
 from torchmetrics import MeanMetric, Metric
 
-from project.data.values import CACHED, Digests, is_in_a_library, is_of_a_library
+from project.data.values import CACHED, GENERATORS, Digests, is_in_a_library, is_of_a_library
 from project.step.evaluation import loaders_of
 from project.typed import StateDict, typed
 
@@ -39,7 +38,6 @@ _STANDARD = (
 _OF_METRICS = {*vars(MeanMetric())}
 _PLAIN = (bool, int, float, list, dict, set, deque, np.ndarray, torch.Tensor, itertools.count)
 _MOST_FILES = 100  # of the user's, that are looked at
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 Attributes = Mapping[str, Mapping[str, bytes]]
 """The digests of the attributes of each owner; UNKNOWN of those that can't be compared."""

@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import ModelPruning
 from torch.optim import Optimizer
 
 from project.checkpoints.callback import checkpoints_of
+from project.data.values import GENERATORS
 from project.exact.checks import MovedWeights, check_compiled
 from project.resume.attributes import (
-    GENERATORS,
     UNKNOWN,
     Attributes,
     attributes,
