@@ -27,7 +27,7 @@ def scatter(x: Tensor) -> Tensor:
 
 def _windows(bank: Tensor, starts: Tensor, length: int) -> Tensor:
     """Returns rows bank[starts[i] : starts[i] + length]: a memcpy a row, which no other kind of indexing is."""
-    return bank.as_strided((bank.numel() - length + 1, length), (1, 1)).index_select(0, starts)
+    return bank.unfold(0, length, 1).index_select(0, starts)
 
 
 class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):

@@ -72,10 +72,10 @@ class OrderedDDP(DistributedDataParallel):
 
     def __init__(self, module: nn.Module, for_graphs: bool = False, **settings: Any) -> None:
         norms = batch_norms(module)
-        kept_equal = [f"{name}.{buffer}" for name, norm in norms for buffer, _ in norm.named_buffers(recurse=False)]
-        given = ignored_by_ddp(module) - {*kept_equal}
-        self._set_params_and_buffers_to_ignore_for_model(module, [*given, *kept_equal])  # type: ignore[no-untyped-call]
-        others = [name for name, _ in module.named_buffers() if name not in {*given, *kept_equal}]
+        kept_equal = {f"{name}.{buffer}" for name, norm in norms for buffer, _ in norm.named_buffers(recurse=False)}
+        ignored = ignored_by_ddp(module) | kept_equal
+        self._set_params_and_buffers_to_ignore_for_model(module, [*ignored])  # type: ignore[no-untyped-call]
+        others = [name for name, _ in module.named_buffers() if name not in ignored]
         defaults = {_SYNC_BUFFERS: bool(others)} if _OLD not in settings else {}
         on_gpu = bool(settings.get("device_ids"))
         if on_gpu:  # what has been added up need not be copied back to the gradients; a CPU gains nothing by it
