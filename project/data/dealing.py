@@ -295,8 +295,10 @@ def sampling(loader: DataLoader[object]) -> BatchSampler | DataLoader[object]:
     return loader if loader.batch_sampler is None else cast(BatchSampler, loader.batch_sampler)
 
 
-def why_not(loader: DataLoader[object]) -> str | None:
-    """Returns why a DataLoader can't be dealt out; None if it can."""
+def why_not(loader: object) -> str | None:
+    """Returns why a loader can't be dealt out; None if it can."""
+    if not isinstance(loader, DataLoader):
+        return "it is no DataLoader"
     if type(loader) is not DataLoader:
         return "it is of a class of its own"
     if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):

@@ -274,23 +274,24 @@ class Loaders(_DataConnector):
             if training:
                 self._dealt.append(dataloader)
             return self._set_start(dataloader) if training else dataloader
-        if not isinstance(dataloader, DataLoader) or (why := why_not(dataloader)) or not size_of(dataloader.dataset):
-            self._prepare_undealt(dataloader, mode, why if isinstance(dataloader, DataLoader) else "it is no DataLoader")
-            if isinstance(dataloader, DataLoader):
-                with_signals(dataloader)
-            try:
-                return super()._prepare_dataloader(dataloader, shuffle, mode)
-            except (TypeError, MisconfigurationException) as error:
-                if "batch sampler" not in str(error):
-                    raise
-                batches = type(dataloader.batch_sampler).__name__ if isinstance(dataloader, DataLoader) else "none"
-                raise as_user_error(
-                    error,
-                    f"{self.trainer.world_size} ranks can't share the batch sampler {batches}: it is no BatchSampler of "
-                    "torch's, or can't be made again from its own arguments. HINT: make it one; or, where it gives each rank "
-                    "batches of its own, set trainer.use_distributed_sampler=false.",
-                ) from error
-        return self._deal_for_training(dataloader) if training else self._deal_for_evaluation(dataloader, mode)
+        why = why_not(dataloader)
+        if isinstance(dataloader, DataLoader):
+            if why is None and size_of(dataloader.dataset):
+                return self._deal_for_training(dataloader) if training else self._deal_for_evaluation(dataloader, mode)
+            with_signals(dataloader)
+        self._prepare_undealt(dataloader, mode, why)
+        try:
+            return super()._prepare_dataloader(dataloader, shuffle, mode)
+        except (TypeError, MisconfigurationException) as error:
+            if "batch sampler" not in str(error):
+                raise
+            batches = type(dataloader.batch_sampler).__name__ if isinstance(dataloader, DataLoader) else "none"
+            raise as_user_error(
+                error,
+                f"{self.trainer.world_size} ranks can't share the batch sampler {batches}: it is no BatchSampler of "
+                "torch's, or can't be made again from its own arguments. HINT: make it one; or, where it gives each rank "
+                "batches of its own, set trainer.use_distributed_sampler=false.",
+            ) from error
 
     def _set_accumulation(self, size: int | None) -> None:
         """Computes the accumulation once: a micro-batch has the batch size of the first training loader."""

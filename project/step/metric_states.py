@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TypeAlias, TypedDict, cast
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
@@ -57,7 +58,7 @@ def restore_metric_states(saved: States, module: LightningModule, rank: int, ran
             continue
         here = of_ranks[rank] if len(of_ranks) == ranks else _on_other_ranks(name, metric, of_ranks, rank)
         for key, value in here.get("state", {}).items():
-            setattr(metric, key, _on_device(value, metric))
+            setattr(metric, key, move_data_to_device(value, metric.device))
         metric._update_count = here.get("updates", metric._update_count)
 
 
@@ -95,7 +96,3 @@ def metrics_of(module: LightningModule) -> Iterator[tuple[str, Metric]]:
 
 def _on_host(value: State) -> State:
     return [tensor.detach().cpu() for tensor in value] if isinstance(value, list) else value.detach().cpu().clone()
-
-
-def _on_device(value: State, metric: Metric) -> State:
-    return [tensor.to(metric.device) for tensor in value] if isinstance(value, list) else value.to(metric.device)
