@@ -18,7 +18,10 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.quasirandom import SobolEngine
+from torchmetrics import Metric
 
 _LARGEST = 1 << 24  # bytes of a value that is looked at
 _MOST = 64  # items of a list that are looked at, at each of its ends
@@ -99,7 +102,8 @@ class Digests:
         if isinstance(value, (str, bytes)) or value is None:
             return sha256(repr(value).encode()).digest()
         if isinstance(value, nn.Module):
-            return self._digest(value.state_dict(), deep)
+            metrics = [part.metric_state for part in value.modules() if isinstance(part, Metric)]  # which no state_dict has
+            return self._digest((value.state_dict(), metrics) if metrics else value.state_dict(), deep)
         if isinstance(value, Set):
             parts = sorted(self._digest(item, deep - 1) or b"" for item in islice(value, _MOST))
             return _joined([self._digest(len(value), deep), *parts])
@@ -159,8 +163,9 @@ class Digests:
             return self._digest((frame.f_lasti if frame else "ended", known), deep)
         if isinstance(value, SobolEngine):
             return self._digest(value.num_generated, deep)
-        kept = _kept(value)
-        if isinstance(value, type) or is_of_a_library(type(value)) or kept is None:
+        has_state = isinstance(value, (Optimizer, LRScheduler))
+        kept = value.state_dict() if has_state else _kept(value)
+        if isinstance(value, type) or (is_of_a_library(type(value)) and not has_state) or kept is None:
             # Where an iterator stands nobody can ask it. A file is one, too.
             return os.urandom(8) if isinstance(value, Iterator) and not isinstance(value, io.IOBase) else None
         parts = [(name, self._digest(item, deep - 1)) for name, item in [*kept.items()]]

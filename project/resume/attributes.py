@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric, Metric
 
 from project.data.values import CACHED, GENERATORS, Digests, is_in_a_library, is_of_a_library
@@ -36,7 +38,7 @@ _STANDARD = (
 )
 """Parts of a checkpoint in which no attribute of a user is looked for."""
 _OF_METRICS = {*vars(MeanMetric())}
-_PLAIN = (bool, int, float, list, dict, set, deque, np.ndarray, torch.Tensor, itertools.count)
+_PLAIN = (bool, int, float, list, dict, set, deque, np.ndarray, torch.Tensor, itertools.count, Metric, Optimizer, LRScheduler)
 _MOST_FILES = 100  # of the user's, that are looked at
 
 Attributes = Mapping[str, Mapping[str, bytes]]
@@ -130,6 +132,7 @@ def _saved_elsewhere(trainer: Trainer) -> Iterator[object]:
     """Yields objects that are saved, or compared, by themselves: an attribute that refers to one has no value of its own."""
     module = trainer.lightning_module
     yield from (trainer, trainer.strategy, *trainer.loggers, *trainer.optimizers)
+    yield from (config.scheduler for config in trainer.lr_scheduler_configs)
     yield from (*module.modules(), *module.parameters(), *module.buffers())
     yield from (owner for _, owner in owners(trainer))
 
