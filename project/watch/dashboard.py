@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -31,7 +31,7 @@ from project.typed import callbacks_of, typed
 from project.untrusted import dump_yaml
 from project.watch.charts import HEALTH, OF_RANKS, SPEED
 from project.watch.curves import board_tag
-from project.watch.events import boards
+from project.watch.events import Events, boards
 from project.watch.history import BESIDE, FILE, lives_of, of_the_module
 from project.watch.pictures import FirstBatch, seen
 from project.watch.steady import Steady
@@ -91,9 +91,9 @@ class Dashboard(Callback):
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None and not pl_module.automatic_optimization
         looks = looks and not (scaled and is_fused(trainer.optimizers[0]))
         self._step, self._every = trainer.global_step, typed(trainer).log_every_n_steps if looks else 0
-        self._described = False
         if not trainer.is_global_zero:
             return
+        self._described = False
         self._draws = bool(self.histograms and looks and boards(trainer) and not is_sharded(trainer))
         if self.histograms and not self._draws:
             log.warning("No histograms: they need TensorBoard, one optimiser, and a strategy that keeps all on each rank.")
@@ -108,8 +108,9 @@ class Dashboard(Callback):
             if isinstance(logger, Steady):
                 logger.log_hyperparams({**configuration, "trainer": settings})
 
-    def _describe(self, trainer: Trainer, writer: Any) -> None:
+    def _describe(self, trainer: Trainer, board: Events) -> None:
         step, configuration = trainer.global_step, typed(trainer).configuration
+        writer = board.experiment
         starts = lives_of(Path(trainer.default_root_dir) / FILE)
         layout = {page: {title: ["Multiline", tags] for title, tags in charts.items()} for page, charts in _LAYOUT.items()}
         writer.add_custom_scalars(layout)
@@ -122,7 +123,7 @@ class Dashboard(Callback):
         if configuration:
             writer.add_text("configuration", _as_code(dump_yaml(configuration)), step)
             _, session, _ = hparams(_settings(configuration), {})
-            writer.file_writer.add_summary(session, step)
+            board.add_summary(session, step)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
@@ -142,8 +143,8 @@ class Dashboard(Callback):
         """Shows how a run ended as a curve and a text: in HParams, TensorBoard keeps the first status of a run for ever."""
         self._open = False
         for board in boards(trainer):
-            board.write(lambda writer: writer.add_scalar(_OUTCOME, outcome, trainer.global_step))
-            board.write(lambda writer: writer.add_text("run", _as_code(text), trainer.global_step))
+            board.experiment.add_scalar(_OUTCOME, outcome, trainer.global_step)
+            board.experiment.add_text("run", _as_code(text), trainer.global_step)
 
     def _declare(self, trainer: Trainer) -> None:
         """Tells TensorBoard which metrics its HParams compare runs by: those of the first validation, else of the training."""
@@ -163,7 +164,7 @@ class Dashboard(Callback):
         if not self._described:  # now, and not before: a run that fails in its first step is not in the dashboard
             self._described = self._open = True
             for board in boards(trainer):
-                board.write(lambda writer: self._describe(trainer, writer))
+                self._describe(trainer, board)
         if trainer.global_step >= self._step:  # an optimiser that asks for the loss again comes by more than once
             self._look(trainer, pl_module, optimizer, trainer.global_step + 1)
 

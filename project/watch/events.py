@@ -134,11 +134,6 @@ class Events(TakesMeasurements, TensorBoardLogger):
             self._again = LoggedAgain(logged)
 
     @rank_zero_only
-    def write(self, what: Callable[[SummaryWriter], object]) -> None:
-        """Writes pictures, texts and so on by TensorBoard's own writer."""
-        self._try(lambda: what(self._writer()))
-
-    @rank_zero_only
     def add_summary(self, summary: Summary, step: int) -> None:
         """Writes what TensorBoard's writer has no method for."""
         self._try(lambda: self._writer().file_writer.add_summary(summary, step))
