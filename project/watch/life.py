@@ -31,7 +31,7 @@ from project.masking import masked_command
 from project.step.monitored import monitored_setting
 from project.step.position import counts, epoch_size, planned_steps
 from project.step.state import ends_step
-from project.typed import callbacks_of, typed
+from project.typed import typed
 from project.untrusted import both_ends, open_to_append
 from project.watch.history import FILE, lives_of
 
@@ -191,12 +191,6 @@ def _entries(cause: Cause) -> dict[str, str]:
         "traceback": cause.traceback[-_LONGEST_TRACEBACK:],
     }
     return {name: text for name, text in entries.items() if text or name == "why"}
-
-
-def record(trainer: Trainer, event: str, why: str) -> None:
-    """Records something that happens in the middle of a life, where the run keeps such a file."""
-    for life in callbacks_of(trainer, Life):
-        life.note(trainer, event, why)
 
 
 def _signal(exception: BaseException) -> str | None:

@@ -34,11 +34,11 @@ from project.step.data_ranks import data_ranks
 from project.step.ddp import all_gather_objects
 from project.step.logged import measurement_loggers
 from project.step.state import ends_step, micro_batch
-from project.typed import typed
+from project.typed import callbacks_of, typed
 from project.watch.curves import LEARNING_RATE
 from project.watch.flops import flops, network_of, peak
 from project.watch.history import PHASES
-from project.watch.life import record
+from project.watch.life import Life
 
 log = logging.getLogger(__name__)
 
@@ -307,7 +307,8 @@ class Throughput(Callback):
             values["speed/worst_compute"] = max(excess(ranks, "compute"))
             values |= self._stragglers.by_rank(ranks)
             for text in self._stragglers.compare(ranks):
-                record(trainer, "straggler", text)
+                for life in callbacks_of(trainer, Life):
+                    life.note(trainer, "straggler", text)
         values["run/memory_gb"] = max(measured.host_memory for measured in ranks) / 1e9
         values["run/cpu_cores"] = fmean(measured.cores for measured in ranks)
         if device := max(measured.device_memory for measured in ranks):
