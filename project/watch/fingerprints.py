@@ -54,9 +54,8 @@ class _Watched:
         self.names = (*parameters, *buffers)
         alike = ({*parameters} - ignored_by_ddp(module)) | norms
         self.shared = [at for at, name in enumerate(self.names) if name in alike]
-        split = [name.rpartition(".") for name in self.names]
-        self.places = [(module.get_submodule(owner), attribute) for owner, _, attribute in split]
         self._holders = tensor_holders(module, self.names)
+        self.places = [(id(holder), name) for holder, name in self._holders]
         self._checksums: Checksums | None = None
         self._compute: Callable[[], Tensor]
 
@@ -106,8 +105,7 @@ class Fingerprints(Callback):
         self._step: int | None = None  # of the last row
         self._watched: _Watched | None = None
         self._header: tuple[str, ...] | None = None  # the names that the file has
-        self._listening: ModuleOutputs | None = None
-        self._heard: ModuleOutputs | None = None
+        self._outputs: ModuleOutputs | None = None  # of the step at hand
         self._modules_due = True
         self._warned = self._failing = self._whole = False
 
@@ -136,16 +134,14 @@ class Fingerprints(Callback):
             self._take(trainer, pl_module, trainer.global_step, begins=True)
         if self._modules_due and micro_batch(trainer).key[2] == 0:
             self._modules_due = False
-            self._listening = ModuleOutputs(pl_module)
+            self._outputs = ModuleOutputs(pl_module)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        if self._listening is not None:
-            self._end_listening()  # a module that is computed once more in the backward pass is not heard twice
+        self._end_listening()  # a module that is computed once more in the backward pass is not heard twice
 
     def _end_listening(self) -> None:
-        if self._listening is not None:
-            self._listening.end()
-            self._heard, self._listening = self._listening, None
+        if self._outputs is not None:
+            self._outputs.end()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
@@ -174,9 +170,9 @@ class Fingerprints(Callback):
         except (KeyError, TypeError):  # one of the tensors is there no more, or None
             self._watched = _Watched(module)
             checksums = self._watched.checksums(trainer)
-        modules = self._heard.calls if self._heard is not None else ()
+        modules = self._outputs.calls if self._outputs is not None else ()
         self._rows.append(_Row(step, trainer.current_epoch, self._watched, checksums, self._losses, modules, begins))
-        self._losses, self._heard = [], None
+        self._losses, self._outputs = [], None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: StateDict) -> None:
         """Writes all rows, as all ranks are here: a run that resumes from this checkpoint has all before it on record."""
