@@ -248,7 +248,7 @@ def test_several_runs_side_by_side(place):
     for one in histories:
         one.curves.clear()
     assert scaling(histories) == [None, None]
-    assert "2 runs" in compared(histories)  # with nothing to draw
+    assert "2 runs" in compared(histories, place)  # with nothing to draw
 
 
 def test_runs_of_a_sweep_have_every_metric_and_a_line_on_parallel_axes(place):
@@ -261,7 +261,7 @@ def test_runs_of_a_sweep_have_every_metric_and_a_line_on_parallel_axes(place):
         history.config["trainer"]["callbacks"] = [{"class_path": "own.Callback", "init_args": {"steps": number % 3}}]
         histories.append(history)
     histories[3].curves["val/f1"] = [point._replace(value=0.25) for point in histories[3].curves["val/acc"]]
-    text = compared(histories)
+    text = compared(histories, place)
     assert "<b>" not in text.replace('<b class="odd">', "")
     assert text.count("val/<wbr>f1, last") == 1
     assert len(re.findall(r'<path data-run="\d+" stroke="(#\w+)"', text)) == len({*COLOURS[:12]}) == 12
@@ -291,7 +291,7 @@ def test_a_run_that_learns_nothing_is_told_so():
     assert not did_not_learn(learned([2.3] * 7)), "too little is known"
     assert not did_not_learn(learned([2.3] * 50, **{"val/acc": learned(range(50)).curves["train/loss"]}))
     assert "It did not learn: train/loss 2.3" in page(learned([2.3] * 50))
-    assert compared([learned([2.3] * 50), learned(leap)]).count("did not learn") == 1
+    assert compared([learned([2.3] * 50), learned(leap)], Path()).count("did not learn") == 1
 
 
 def test_the_learning_rates_that_were_used_are_a_column_where_they_differ():
@@ -304,8 +304,8 @@ def test_the_learning_rates_that_were_used_are_a_column_where_they_differ():
     for tag in ("train/lr", "lr-SGD", "learning_rate"):
         assert used_rates(run(0.5, tag=tag)).peak == 0.5
     assert used_rates(run(0.5, tag="lr-SGD-momentum")) is None
-    assert "0.01 \u2192 0.1 \u2192 0.001</td>" in compared([warm, run(0.1, 0.1)])
-    assert "learning rate</th>" not in compared([warm, warm])
+    assert "0.01 \u2192 0.1 \u2192 0.001</td>" in compared([warm, run(0.1, 0.1)], Path())
+    assert "learning rate</th>" not in compared([warm, warm], Path())
     assert "as the schedule set it" in page(warm)
     assert "as the schedule set it" not in page(run(0.5, tag="train/lr"))
 
@@ -628,22 +628,20 @@ def test_charts_of_what_is_odd():
     assert len(many.data) < 60_000
 
 
-def test_the_words_of_somebody_else_are_text(place, tmp_path, monkeypatch):
+def test_the_words_of_somebody_else_are_text(place, tmp_path):
     """A folder that was made by others: markup in its name, its log, its profiles, its settings, and links out of it."""
     folder = tmp_path / "<b>it</b>"
     shutil.copytree(place / "lightning_logs/it", folder)
     start, *rest = [json.loads(line) for line in (folder / "life.jsonl").read_text().splitlines()][-2:]
     start |= {"command": "<b>command</b>", "user": "<b>user</b>", "changed": ["run", "<b>"]}
-    failed = {**rest[0], "state": "failed", "why": "<b>why</b>"}
+    failed = {**rest[0], "state": "failed", "why": "<b>cause</b>", "where": "<b>mine.py:3</b>"}
+    failed["traceback"] = "<b>frame</b>" * 100_000
     (folder / "life.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (start, failed)))
     (folder / "log.txt").write_text("<b>log</b>\n" * 10_000 + "x" * 10_000)
     (folder / "profiles").mkdir()
     (folder / "profiles/step-000000001-rank0.txt").write_text("<b>profile</b>\n" * 100_000)
     (folder / "checkpoints/step-999999999.ckpt").symlink_to("/etc/passwd")
     (folder / "checkpoints/javascript:alert(1).ckpt").touch()
-    plain = History.summary
-    more = {"cause": "<b>cause</b>", "where": "<b>mine.py:3</b>", "traceback": "<b>frame</b>" * 100_000}
-    monkeypatch.setattr(History, "summary", lambda history: {**plain(history), **more})
     text = page(read_history(folder, folder.name))
     assert "<b>" not in text.replace('<b class="odd">', "")
     assert all(f"&lt;b&gt;{what}" in text for what in ("cause", "mine.py:3", "frame", "command", "user", "profile"))
@@ -886,7 +884,7 @@ def test_runs_side_by_side_are_sorted_hidden_and_pointed_at(place, browser, tmp_
         history.config["model"]["optimizer"]["init_args"]["lr"] = 10.0**-number
         histories.append(history)
     file = tmp_path / "compared.html"
-    file.write_text(compared(histories))
+    file.write_text(compared(histories, place))
     drawn(browser, file)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 1400
     cut = "return [...document.querySelectorAll('.wide')].filter(box => box.scrollWidth > box.clientWidth).length"

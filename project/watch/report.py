@@ -162,11 +162,10 @@ def _verdict(history: History) -> dict[str, str]:
     """Returns what a run died of: the cause in a sentence, what mends it, the place in the user's code, the
     traceback, as far as known.
     """
-    known = history.summary()
-    texts = {name: known.get(name) for name in ("cause", "where", "traceback")}
-    texts["cause"] = str(texts["cause"] or known["why"] or "").partition(" HINT:")[0]
-    texts["hint"] = hint_of(history) if history.lives else ""
-    return {name: printable(text, _LONGEST) for name, text in texts.items() if isinstance(text, str) and text}
+    last = history.lives[-1]
+    cause = (last.why or "").partition(" HINT:")[0]
+    texts = {"cause": cause, "where": last.where, "traceback": last.traceback, "hint": hint_of(history)}
+    return {name: printable(text, _LONGEST) for name, text in texts.items() if text}
 
 
 def _pictures(history: History) -> dict[str, Picture]:

@@ -37,7 +37,7 @@ class Row(NamedTuple):
     """The last and the best point of each metric."""
 
 
-def compared(histories: Sequence[History], place: Path | None = None) -> str:
+def compared(histories: Sequence[History], place: Path) -> str:
     """Returns the page of several runs. `place`: the folder that it is written to, from where it links to the runs' pages."""
     every = metrics(histories)[:_METRICS]
     tags = [tag for tag in every if tag == every[0] or _has_column(tag, histories)]
@@ -50,7 +50,7 @@ def compared(histories: Sequence[History], place: Path | None = None) -> str:
         Row(
             history,
             COLOURS[at % len(COLOURS)],
-            os.path.relpath(history.folder.absolute() / PAGE, place.absolute()) if place else f"{history.name}/{PAGE}",
+            os.path.relpath(history.folder.absolute() / PAGE, place.absolute()),
             ", then ".join(ranks for ranks, _ in groupby(str(life.ranks) for life in history.lives)),
             history.recent_median("speed/samples_per_s"),
             efficiency[at],
