@@ -278,8 +278,8 @@ def tiles(images: Tensor, texts: Sequence[Sequence[str]]) -> Picture:
     return np.asarray(picture)
 
 
-def shortened(words: str, most: int = _LETTERS) -> str:
-    return words if len(words) <= most else words[: most - 1] + "~"
+def shortened(words: str) -> str:
+    return words if len(words) <= _LETTERS else words[: _LETTERS - 1] + "~"
 
 
 def confusion(counts: Tensor, names: Sequence[str]) -> Picture:
@@ -314,7 +314,6 @@ def confusion(counts: Tensor, names: Sequence[str]) -> Picture:
 
 
 def _short(count: int) -> str:
-    for unit, letter in ((10**6, "M"), (10**4, "k")):
-        if count >= unit:
-            return f"{count // (unit if letter == 'M' else 1000)}{letter}"
-    return str(count)
+    if count >= 10**6:
+        return f"{count // 10**6}M"
+    return f"{count // 1000}k" if count >= 10**4 else str(count)
