@@ -38,15 +38,23 @@ class Steady(Logger):
     called, hint = "", ""
     _begun = _failing = False
 
-    def begin(self, what: Callable[[], object]) -> None:
-        """Calls a function that begins, whose failure ends the run."""
-        self._begun = True  # as the function asks for `experiment`
-        try:
-            what()
-        except Exception as error:
-            self._begun = False
-            wrong = UserError if type(error).__name__ == "UsageError" else FaultError  # W&B's, where nobody has logged in
-            raise wrong(f"{self.called} can't begin: {message_of(error)}. HINT: {self.hint}.") from error
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """Returns the library's run or client; the first call begins, and its failure ends the run."""
+        if not self._begun:
+            self._begun = True  # as `_begin` asks for `experiment`
+            try:
+                self._begin()
+            except Exception as error:
+                self._begun = False
+                wrong = UserError if type(error).__name__ == "UsageError" else FaultError  # W&B's, where nobody has logged in
+                raise wrong(f"{self.called} can't begin: {message_of(error)}. HINT: {self.hint}.") from error
+        library: Any = super()
+        return library.experiment
+
+    def _begin(self) -> None:
+        """Does what comes before the first value."""
 
     def attempt(self, what: Callable[[], object]) -> Exception | None:
         """Calls a function, or reports once why it failed."""
@@ -180,19 +188,11 @@ class Wandb(Steady, WandbLogger):
 
     called, hint = "W&B", "wandb login, or offline: true in its init_args"
 
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
-        """Returns W&B's run."""
-        if not self._begun:
-            self.begin(self._start)
-        return super().experiment
-
-    def _start(self) -> object:
+    def _begin(self) -> None:
         import wandb
 
         wandb.setup()  # it is silent from here on, and not while it looks at the arguments of a run
-        return self.experiment
+        _ = self.experiment
 
     log_hyperparams, log_metrics = _attempted(WandbLogger.log_hyperparams), _attempted(WandbLogger.log_metrics)
     after_save_checkpoint = _attempted(WandbLogger.after_save_checkpoint)
@@ -255,15 +255,7 @@ class MLFlow(Steady, MLFlowLogger):
     """Receives the id of the run as soon as there is one."""
     _sender: Sender | None = None
 
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
-        """Returns MLflow's client, for a run that has begun."""
-        if not self._begun:
-            self.begin(self._resume)
-        return super().experiment
-
-    def _resume(self) -> None:
+    def _begin(self) -> None:
         client, run_id = self.experiment, str(self.run_id)
         self.keep(run_id)
         client.update_run(run_id, status="RUNNING")
