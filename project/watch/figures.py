@@ -74,10 +74,7 @@ class Rates(NamedTuple):
     last: float
 
     def __str__(self) -> str:
-        texts = [f"{rate:.3g}" for rate in self]
-        return (
-            texts[0] if len({*texts}) == 1 else " \u2192 ".join(text for at, text in enumerate(texts) if text not in texts[:at])
-        )
+        return " \u2192 ".join(dict.fromkeys(f"{rate:.3g}" for rate in self))
 
 
 def used_rates(history: History) -> Rates | None:
@@ -206,11 +203,11 @@ def axis(name: str, values: Sequence[object], note: str = "") -> Axis | None:
     if not 1 < len(choices) <= _CHOICES:
         return None
     spots = {text: at / (len(choices) - 1) for at, text in enumerate(choices)}
-    names = {text: text.rpartition(".")[2] if _CLASS.fullmatch(text) else text for text in choices}
-    short = names if len({*names.values()}) == len(names) else dict(zip(choices, choices, strict=True))
+    short = [text.rpartition(".")[2] if _CLASS.fullmatch(text) else text for text in choices]
+    names = short if len({*short}) == len(short) else choices
     ticks = [
         (spot, name if len(name) <= _LABEL else f"...{name[-_LABEL:]}")
-        for name, spot in zip(short.values(), spots.values(), strict=True)
+        for name, spot in zip(names, spots.values(), strict=True)
     ]
     return Axis(name, [spots[text] for text in texts], _apart(ticks))
 

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from shlex import quote
 from typing import NamedTuple
@@ -184,7 +185,7 @@ def _marks(history: History) -> list[Mark]:
         Mark(
             (life.step, life.time), f"{date(life.time)}: started again at step {life.step} on {ranks(life)}, was {before.state}"
         )
-        for before, life in zip(history.lives, history.lives[1:], strict=False)
+        for before, life in pairwise(history.lives)
     ]
     failed = [
         Mark((life.end_step, life.end), f"{date(life.end)}: {life.state} after step {life.end_step}: {life.why}", "fault")
