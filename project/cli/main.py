@@ -584,7 +584,9 @@ def _folder(trainer: Trainer) -> Path | None:
     """Returns the run's folder, as this rank knows it, where a fit has come so far."""
     if trainer.state.fn != "fit":
         return None
-    return Path(trainer.default_root_dir) if trainer.is_global_zero else callbacks_of(trainer, Watchdog)[0].folder
+    if trainer.is_global_zero:
+        return Path(trainer.default_root_dir)
+    return next((watchdog.folder for watchdog in callbacks_of(trainer, Watchdog)), None)  # a finder exchanges the callbacks
 
 
 def _write_report(ran: Trainer, say: Callable[..., None]) -> None:

@@ -163,9 +163,9 @@ class Digests:
             return self._digest((frame.f_lasti if frame else "ended", known), deep)
         if isinstance(value, SobolEngine):
             return self._digest(value.num_generated, deep)
-        has_state = isinstance(value, (Optimizer, LRScheduler))
-        kept = value.state_dict() if has_state else _kept(value)
-        if isinstance(value, type) or (is_of_a_library(type(value)) and not has_state) or kept is None:
+        saved = value.state_dict() if isinstance(value, (Optimizer, LRScheduler)) else None
+        kept = saved or _kept(value)
+        if isinstance(value, type) or (is_of_a_library(type(value)) and not saved) or kept is None:
             # Where an iterator stands nobody can ask it. A file is one, too.
             return os.urandom(8) if isinstance(value, Iterator) and not isinstance(value, io.IOBase) else None
         parts = [(name, self._digest(item, deep - 1)) for name, item in [*kept.items()]]

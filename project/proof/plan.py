@@ -110,6 +110,7 @@ def shortened(base: Sequence[str], facts: Mapping[str, int | None], config: Mapp
     elif size and sized:
         size = max(_MICRO_BATCHES, size - size % _MICRO_BATCHES)
         words += [f"--{prefix}batch_size={size}"]
+        words += [f"--{key}={size}" for key in ("data.global_batch_size", "trainer.global_batch_size") if keys.get(key)]
     steps = _STEPS if samples is None or size is None else min(_STEPS, max(1, samples // (many * size)))
     epochs = _EPOCHS if steps > 2 else _EPOCHS + 1
     between = max(1, steps // 2)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric, Metric
@@ -195,7 +196,7 @@ def _layers(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
     module = trainer.lightning_module
     for path, part in module.named_modules():
         kind = type(part)
-        if is_of_a_library(kind) and not isinstance(part, Metric):
+        if is_of_a_library(kind) and not isinstance(part, (Metric, LazyModuleMixin)):  # whose first batch makes it another
             yield _name(module, path), {"settings": f"{kind.__name__.removeprefix('FSDP')}({part.extra_repr()})"}
 
 

@@ -35,6 +35,7 @@ from project.masking import MASK, without_secrets
 from project.parts import changed
 from project.resume.attributes import Attributes, attributes, changed_attributes
 from project.resume.changes import refuse_short_one_cycle, restore_schedules
+from project.resume.finders import search_once
 from project.sharded.shards import split
 from project.sharded.strategy import Sharded
 from project.step.data_ranks import data_ranks
@@ -70,14 +71,20 @@ class Resuming(_CheckpointConnector):
     """The values that the user's objects keep in Python, before any step."""
     changed_values: Mapping[str, bytes] = MappingProxyType({})
     """Digests of those that had changed when the checkpoint was saved; none where no run is resumed."""
-    weights_only: bool | None = None
+    _weights_only: bool | None = None
     """The verb's own argument: Lightning does not report it where a sharded network is restored."""
+    _begins = False
+    """Whether the verb has still to read its checkpoint; a finder reads another one later."""
 
     @property
     def _steps(self) -> Steps:
         steps = self.trainer.fit_loop.epoch_loop
         assert isinstance(steps, Steps)
         return steps
+
+    def begin_verb(self, weights_only: bool | None) -> None:
+        """Begins another fit, or another verb."""
+        self._weights_only, self._begins = weights_only, True
 
     # Into a checkpoint -----------------------------------------------------------------------------------------------
 
@@ -216,7 +223,10 @@ class Resuming(_CheckpointConnector):
         path, in_order = self.trainer.strategy.broadcast((chosen, [*manifest.get("metrics", ())]))
         # Lightning converts the network after loading: float64 weights would pass through float32, and be rounded.
         self.trainer.precision_plugin.convert_module(self.trainer.lightning_module)
-        self._read(path, self.weights_only if weights_only is None else weights_only)
+        if self._begins and self.trainer.state.fn == "fit":
+            search_once(self.trainer, resumes=path is not None)
+        self._begins = False
+        self._read(path, self._weights_only if weights_only is None else weights_only)
         saved = self._loaded_checkpoint
         check_loop_progress(saved.get("loops", {}))
         if metrics := saved.get("callback_metrics"):  # sorted in the file: a rank may have logged them in another order

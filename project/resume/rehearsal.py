@@ -6,7 +6,7 @@ user runs but what saves its state. What changes later is named by the run that 
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
@@ -51,6 +51,8 @@ class Rehearsal(Callback):
         self._buffers: MovedWeights | None = None  # those of the first step
         self._reported = set[str]()
         self._first_step = trainer.global_step
+        self._changed_by_first: Container[str] = ()  # attributes that the first micro-batch has changed
+        self._after_first: Attributes = {}  # the values after it, until the next one has been compared
         self._micro_batches_compared = False
 
     def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -67,14 +69,19 @@ class Rehearsal(Callback):
             self._warn_of_lost_values(trainer, self._before)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        """Warns, in the first step's second micro-batch, of values that follow a rank's micro-batches."""
-        if self._before and not self._micro_batches_compared and batch_idx % trainer.accumulate_grad_batches == 1:
-            self._micro_batches_compared = True
+        """Warns of values that follow a rank's micro-batches: the first step's first one changes them, and its second, too."""
+        if not self._before or self._micro_batches_compared:
+            return
+        if self._after_first:
+            changed = changed_attributes(trainer, self._after_first)
+            self._after_first, self._micro_batches_compared = {}, True
             _warn(
                 "changes with each micro-batch of a rank, and not once a step: on another number of ranks it is another one. "
                 "HINT: change it in on_before_optimizer_step, by what all ranks have.",
-                *(trainer, [*changed_attributes(trainer, self._before)]),
+                *(trainer, [name for name in changed if name in self._changed_by_first]),
             )
+        elif batch_idx % trainer.accumulate_grad_batches == 1:
+            self._changed_by_first, self._after_first = changed_attributes(trainer, self._before), attributes(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Warns, when the first step's gradients are there, of buffers that a micro-batch of this rank has moved."""

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader
 
 from tests.conftest import forked
-from tests.own import Regression
+from tests.own import Points, PointsData, Regression
 from tests.survive.test_resume import curves, same
 from tests.train.test_own import newest
 
@@ -69,6 +70,36 @@ STATELESS = ("DeviceStatsMonitor", "OnExceptionCheckpoint", "RichModelSummary")
 def test_a_callback_goes_on(tmp_path, names, ranks):
     given = [{"class_path": f"lightning.pytorch.callbacks.{name}", "init_args": CALLBACKS[name]} for name in names]
     assert_goes_on(tmp_path, ranks, (*RUN, "--data.init_args.batch_size=4", "--model=tests.own.Regression"), *given)
+
+
+class SizedData(PointsData):
+    def __init__(self, batch_size: int = 4):
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self):
+        return DataLoader(Points(48), batch_size=self.batch_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_learning_rate_is_searched_once(tmp_path, ranks):
+    finder = {"class_path": "lightning.pytorch.callbacks.LearningRateFinder", "init_args": {"num_training_steps": 60}}
+    words = (*RUN, "--model=tests.own.Regression")
+    assert_goes_on(tmp_path, ranks, words, finder)
+    assert (tmp_path / "killed/output.txt").read_text().count("LearningRateFinder does not search again") == 1
+
+
+def test_a_batch_size_that_was_searched_is_refused_when_the_run_resumes(tmp_path):
+    finder = {"class_path": "lightning.pytorch.callbacks.BatchSizeFinder", "init_args": {"init_val": 4, "max_trials": 1}}
+    words = ("fit", "--data=tests.survive.test_stock.SizedData", "--model=tests.own.Regression", "--run=it")
+    words = (*words, "--trainer.accelerator=cpu", "--trainer.limit_val_batches=0", "--trainer.num_sanity_val_steps=0")
+    begun = forked(tmp_path, *words, callbacks(finder), "--trainer.max_epochs=1")
+    assert begun.code == 0, begun.output
+    assert "so this run will not resume with it" in begun.output
+    resumed = forked(tmp_path, *words, callbacks(finder), "--trainer.max_epochs=2")
+    assert resumed.code == 2
+    assert "which no checkpoint holds" in resumed.output
 
 
 SCHEDULES = {

@@ -6,6 +6,7 @@ hangs.
 
 import json
 import logging
+import re
 import socket
 import time
 from collections import defaultdict
@@ -134,6 +135,12 @@ class Verdict:
             return "see the network between them (NCCL_DEBUG=INFO, and python -m project doctor), and their GPUs."
         if first.beat.phase == "start-up" and first.beat.collective:
             return "other ranks did not come: see whether they were started, and whether they can reach MASTER_ADDR."
+        parted = f"in: {first.beat.phase}; {self.waiting}"
+        if re.search("in: (validation|end of the)", parted) and re.search("in: (forward|backward)", parted):
+            return (
+                "some ranks have left the epoch's steps and others have not. A rank's own loss must not decide it alone "
+                "(trainer.should_stop): use self.trainer.strategy.reduce_boolean_decision(...); nor loaders of other lengths."
+            )
         if "data" in first.beat.phase:
             return "see what the dataset reads, and whether the file system answers; if it is only slow, set watchdog.at_least."
         return "if it is only slow, set watchdog.at_least, watchdog.factor or, for what is done once, watchdog.startup."
