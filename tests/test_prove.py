@@ -89,6 +89,15 @@ def test_trials_on_more_gpus_than_there_are_are_left_out():
     assert skipped == {"ranks-3": "needs 3 GPUs", "resized": "needs 3 GPUs"}
 
 
+def test_a_global_batch_of_manual_optimisation_is_made_smaller_too():
+    """That of docs/howto/gan.md: 64, on one rank and on more."""
+    facts = {"micro_batch": 64, "samples": 6400, "ends": True, "automatic": False, "validates": True, "gpus": None}
+    data = {"class_path": "gan.Circle", "init_args": {"batch_size": 64}}
+    plan = shortened([], facts, {"trainer": {"global_batch_size": 64}, "data": data})
+    assert {"--data.init_args.batch_size=60", "--trainer.global_batch_size=60"} <= {*plan.words}
+    assert "--data.init_args.batch_size=20" in plan.on[3]
+
+
 def test_a_wrong_configuration(prove, quick, tmp_path):
     run = prove("Kept", "--trainer.exact=true")
     assert run.code == 2, run.output

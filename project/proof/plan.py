@@ -97,7 +97,7 @@ def shortened(base: Sequence[str], facts: Mapping[str, int | None], config: Mapp
     trainer, data = (cast(Mapping[str, object], config.get(section) or {}) for section in ("trainer", "data"))
     keys, exact = flat(config), bool(trainer.get("exact"))
     images = "class_path" not in data
-    prefix = "data." if images else "data.init_args."
+    prefix, section = ("data.", "data") if images else ("data.init_args.", "trainer")
     size, samples, automatic = facts["micro_batch"], facts["samples"], facts["automatic"]
     sized, words = f"{prefix}batch_size" in keys and bool(size), []
     many = _MICRO_BATCHES if automatic and size else 1
@@ -105,12 +105,10 @@ def shortened(base: Sequence[str], facts: Mapping[str, int | None], config: Mapp
         if sized and size > _SAMPLES:
             size = _SAMPLES
             words += [f"--{prefix}batch_size={size}"]
-        section = "data" if images else "trainer"
         words += [f"--{section}.global_batch_size={many * size}", "--trainer.accumulate_grad_batches=auto"]
     elif size and sized:
         size = max(_MICRO_BATCHES, size - size % _MICRO_BATCHES)
-        words += [f"--{prefix}batch_size={size}"]
-        words += [f"--{key}={size}" for key in ("data.global_batch_size", "trainer.global_batch_size") if keys.get(key)]
+        words += [f"--{prefix}batch_size={size}", f"--{section}.global_batch_size={size}"]
     steps = _STEPS if samples is None or size is None else min(_STEPS, max(1, samples // (many * size)))
     epochs = _EPOCHS if steps > 2 else _EPOCHS + 1
     between = max(1, steps // 2)

@@ -422,10 +422,9 @@ def refuse_tensors_made_later(saved: Mapping[str, object], at_start: Shapes) -> 
     `saved`: a checkpoint's state_dict, as callbacks have left it; one that prunes takes back there what it adds.
     """
     for name, value in _tensors(saved).items():
-        shape = tuple(value.shape)
         if name not in at_start:
             problem = f"{name} was made while the run was going on"
-        elif at_start[name] not in (None, shape):
+        elif at_start[name] is not None and at_start[name] != (shape := tuple(value.shape)):
             problem = f"{name} has changed its shape while the run was going on, from {at_start[name]} to {shape}"
         else:
             continue

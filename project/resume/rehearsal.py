@@ -11,6 +11,8 @@ from collections.abc import Container, Sequence
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics import Metric
 
 from project.checkpoints.callback import checkpoints_of
 from project.data.values import GENERATORS
@@ -36,6 +38,12 @@ _DRAW = (
     "a generator of its own; draw from torch's, Python's or NumPy's own (torch.randn without generator=), which are seeded for "
     "each sample and micro-batch"
 )
+_HINTS = (
+    (GENERATORS, _DRAW),
+    ((Optimizer, LRScheduler), "return it in configure_optimizers"),
+    (Metric, "make it an attribute of the LightningModule, which saves what it has counted and brings the ranks' together"),
+)
+"""What helps for values of some kinds, in place of `_KEEP`."""
 _STEPS = 3  # before the comparison; they are of the first epoch that this process trains, whose start a resumed run does again
 
 
@@ -127,6 +135,10 @@ class Rehearsal(Callback):
 def _warn(text: str, trainer: Trainer, names: Sequence[str]) -> None:
     if names and trainer.is_global_zero:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        draws = {name for name, value in values(trainer) if isinstance(value, GENERATORS)}.intersection(names)
-        hint = f"{', '.join(sorted(draws))}: {_DRAW}" if draws else _KEEP
+        known = {name: value for name, value in values(trainer) if name in names}
+        hints = []
+        for kinds, hint in _HINTS:
+            if those := sorted(name for name, value in known.items() if isinstance(value, kinds)):
+                hints.append(f"{', '.join(those)}: {hint}")
+        hint = "; ".join(hints) or _KEEP
         log.warning("%s%s: %s", ", ".join(names[:_SHOWN]), more, text.replace("{hint}", hint))

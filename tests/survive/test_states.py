@@ -17,8 +17,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
+from torchmetrics import MeanMetric
 
 from project import Trainer
 from project.checkpoints.callback import Checkpoints, copy_to_host
@@ -26,6 +27,7 @@ from project.errors import UserError
 from project.resume import attributes
 from project.sharded.shards import Split
 from project.watch.progress import Progress
+from tests.conftest import Cli
 from tests.own import Points, Regression
 from tests.survive import keeping
 from tests.survive.keeping import Slotted
@@ -610,6 +612,56 @@ def test_what_an_own_optimiser_and_an_own_schedule_save_is_not_named(tmp_path: P
     assert "Own" not in caplog.text
 
 
+class ByHand(Scheduled):
+    """Steps a schedule and an optimiser that Lightning does not know, and has the ones that it knows as attributes, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.ones(1))
+
+    def configure_optimizers(self) -> Any:
+        self.known = super().configure_optimizers()
+        self.rates = CosineAnnealingLR(self.known["optimizer"], 30)
+        self.optimizer_of_alpha = torch.optim.Adam([self.alpha])
+        return self.known
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.alpha.grad = torch.ones(1)
+        self.optimizer_of_alpha.step()
+        self.rates.step()
+
+
+def test_a_schedule_and_an_optimiser_that_lightning_does_not_know_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for text, steps in ("changed in the first steps", 8), ("not what it was when", 10):
+        caplog.clear()
+        fit(tmp_path, ByHand(), points(), steps=steps, resume=steps > 8)
+        (line,) = [record.getMessage() for record in caplog.records if text in record.getMessage()]
+        assert {*line.partition(": ")[0].split(", ")} == {"ByHand.rates", "ByHand.optimizer_of_alpha"}
+        assert "HINT: ByHand.optimizer_of_alpha, ByHand.rates: return it in configure_optimizers" in line
+
+
+class Lazy(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(1)).double()
+
+
+def test_a_lazy_layer_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, Lazy(), points(), global_batch_size=8)
+    assert "Lazy" not in caplog.text
+
+
+@pytest.mark.parametrize("exact", ["true", "false"])
+def test_a_lazy_layer_on_several_ranks_is_refused(quick: Cli, exact: str) -> None:
+    words = ("fit", "--data=tests.own.PointsData", "--model=tests.survive.test_states.Lazy", "--trainer.accelerator=cpu")
+    run = quick(*words, f"--trainer.exact={exact}", "--trainer.global_batch_size=6", "--trainer.max_steps=2", ranks=3)
+    assert run.code == 2, run.output
+    assert "network.0.weight has no shape before the first batch" in run.output
+    assert "Traceback" not in run.output
+
+
 class OwnAverage(WeightAveraging):
     """As Lightning's page shows it."""
 
@@ -668,21 +720,28 @@ def test_what_a_dataset_changes_in_a_loader_process_is_named(tmp_path: Path) -> 
 
 
 class Average(Callback):
-    """An average of the weights, which it saves, and moves after each micro-batch."""
+    """Averages of the weights, which it saves: one by micro-batches, one by steps. Metrics, which no checkpoint has."""
 
     def __init__(self) -> None:
         self.mean: Tensor | None = None
+        self.by_step: Tensor | None = None
         self.steps = 0
+        self.counted, self.listed = MeanMetric(), [MeanMetric()]
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.by_step = next(pl_module.parameters()).detach().clone()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         weight = next(pl_module.parameters()).detach()
         self.mean = weight.clone() if self.mean is None else 0.9 * self.mean + 0.1 * weight
+        self.counted.update(weight)
+        self.listed[0].update(weight)
 
     def on_before_optimizer_step(self, *args: Any) -> None:
         self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"mean": self.mean, "steps": self.steps}
+        return {"mean": self.mean, "steps": self.steps, "by_step": self.by_step}
 
 
 class Moving(Regression):
@@ -715,7 +774,10 @@ def test_a_buffer_that_a_micro_batch_moves_is_named(tmp_path: Path, caplog: pyte
 def test_what_goes_by_the_micro_batches_of_a_rank_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path / "many", Regression(), points(), callbacks=[Average()], global_batch_size=8)
     (line,) = [record.getMessage() for record in caplog.records if "changes with each micro-batch" in record.getMessage()]
-    assert line.partition(": ")[0] == "Average.mean"
+    assert {*line.partition(": ")[0].split(", ")} == {"Average.mean", "Average.counted", "Average.listed"}
+    (line,) = [record.getMessage() for record in caplog.records if "changed in the first steps" in record.getMessage()]
+    assert line.startswith("Average.counted, Average.listed: ")
+    assert "HINT: Average.counted: make it an attribute of the LightningModule" in line
     caplog.clear()
     fit(tmp_path / "one", Regression(), points(), callbacks=[Average()], global_batch_size=4)
     assert "changes with each micro-batch" not in caplog.text

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -137,3 +137,10 @@ def test_the_nccl_whose_recorder_tells_who_hangs_is_taken_unless_another_is_in_u
     clean = {name: value for name, value in environment(**given).items() if name in given or not name.startswith("TORCH_")}
     done = subprocess.run([sys.executable, "-c", program], env=clean, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [taken, "1"]
+
+
+def test_ranks_that_have_parted_are_told_so(monkeypatch):
+    """A rank of which the loss alone has ended the epoch validates, and the others compute."""
+    at = replace(beat(monkeypatch, 0, []), phase="validation, data")
+    assert "trainer.should_stop" in Verdict([RankAtFault(0, "h1", at)], waiting="rank 1 on h2 in: forward").hint
+    assert "what the dataset reads" in Verdict([RankAtFault(0, "h1", at)], waiting="rank 1 on h2 in: validation").hint
