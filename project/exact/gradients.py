@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from project.errors import UserError
 from project.exact.sums import ExactSum, sum_from_coarsest
 from project.sharded.shards import view_of
+from project.step.ddp import refuse_lazy
 
 _AT_FIRST = 2.0**-10  # before a step has shown how large a parameter's gradients are; larger ones take a second sum
 _MARGIN = 4.0  # so much larger than in the step before is no surprise
@@ -199,6 +200,7 @@ class ExactGradients:
         gathered: Mapping[str, nn.Parameter] | None = None,
         layouts: Mapping[str, torch.memory_format] | None = None,
     ) -> None:
+        refuse_lazy(module)
         self._layouts = layouts or {}
         self._world_size = world_size
         self._owners = dict(module.named_parameters())

@@ -151,17 +151,17 @@ def use_exact_gradients(strategy: DDPStrategy) -> None:
 
 def _broadcast_module(strategy: DDPStrategy) -> None:
     if strategy.world_size > 1 and strategy.model is not None:
-        _refuse_lazy(strategy.model)
+        refuse_lazy(strategy.model)
         broadcast_from_rank_0((*strategy.model.parameters(), *strategy.model.buffers()))
 
 
-def _refuse_lazy(module: nn.Module) -> None:
-    """Raises a UserError where a parameter has no shape yet: the ranks begin with rank 0's weights."""
+def refuse_lazy(module: nn.Module) -> None:
+    """Raises a UserError where a parameter has no shape yet. Ranks begin with rank 0's weights; exact sums go by the shapes."""
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise UserError(
-                f"{name} has no shape before the first batch, and several ranks begin with rank 0's weights. HINT: compute a "
-                "batch of zeros, once, at the end of __init__ or in configure_model."
+                f"{name} has no shape before the first batch; several ranks, and trainer.exact, need it from the beginning. "
+                "HINT: compute a batch of zeros, once, at the end of __init__ or in configure_model."
             )
 
 
@@ -176,7 +176,7 @@ def broadcast_from_rank_0(tensors: Iterable[Tensor]) -> None:
 
 def _ordered_ddp(strategy: DDPStrategy, for_graphs: bool, module: nn.Module) -> OrderedDDP:
     """Wraps the module with the settings that the user gave the strategy, as Lightning does with torch's own class."""
-    _refuse_lazy(module)
+    refuse_lazy(module)
     return OrderedDDP(module, for_graphs, device_ids=strategy.determine_ddp_device_ids(), **strategy._ddp_kwargs)
 
 

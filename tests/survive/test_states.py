@@ -651,6 +651,8 @@ class Lazy(Regression):
 def test_a_lazy_layer_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path, Lazy(), points(), global_batch_size=8)
     assert "Lazy" not in caplog.text
+    with pytest.raises(UserError, match=r"network.0.weight has no shape"):
+        fit(tmp_path / "exact", Lazy(), points(), global_batch_size=8, exact=True)
 
 
 @pytest.mark.parametrize("exact", ["true", "false"])
