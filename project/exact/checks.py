@@ -53,18 +53,21 @@ def warn_of_hash_randomization() -> None:
 def guarded_property(name: str) -> property:
     """Returns a property in place of the Trainer's of this name, whose value is another one on another number of ranks.
 
-    With trainer.exact neither the module nor its data may read it; where they read the rank, a warning is logged.
+    With trainer.exact neither the module nor its data may read it; where they read the rank, a warning is logged, and without
+    it where they read the number of micro-batches: schedules by hand go by that.
     """
     original: property = getattr(Trainer, name)
+    warns_always = name == "num_training_batches"
 
     def ask(self: TypedTrainer) -> object:
-        if self.exact and (who := _user_code_that_reads(self, sys._getframe(1))):
+        if (self.exact or warns_always) and (who := _user_code_that_reads(self, sys._getframe(1))):
             why = f"{who} asks for trainer.{name}, which is another one on another number of ranks"
-            if name in _INSTEAD:
+            if name in _INSTEAD and self.exact:
                 raise UserError(f"trainer.exact can't be kept: {why}. HINT: {_INSTEAD[name]}.")
             if self.is_global_zero and who not in _WARNED:
                 _WARNED.add(who)
-                log.warning("trainer.exact: %s. HINT: a file's name or a print may go by it; what is computed may not.", why)
+                hint = _INSTEAD.get(name, "a file's name or a print may go by it; what is computed may not")
+                log.warning("%s%s. HINT: %s.", "trainer.exact: " if self.exact else "", why, hint)
         return original.__get__(self)
 
     return property(ask, doc=original.__doc__)

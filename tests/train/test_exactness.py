@@ -221,6 +221,17 @@ def test_a_module_that_asks_for_its_rank_is_warned_once(fit, caplog):
     assert "AsksForItsRank.on_train_start asks for trainer.global_rank" in caplog.text
 
 
+def test_a_module_that_asks_for_its_micro_batches_is_warned_without_exact_too(fit, caplog):
+    class Anneals(Regression):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+            return self.loss(batch) * (1 - batch_idx / self.trainer.num_training_batches)
+
+    fit(Anneals(), exact=False)
+    (line,) = [record.getMessage() for record in caplog.records if "asks for trainer." in record.getMessage()]
+    assert line.startswith("Anneals.training_step asks for trainer.num_training_batches")
+    assert "HINT: trainer.estimated_stepping_batches" in line
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
