@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import Logger
 from project.checkpoints.callback import Checkpoints, SaveFirst
 from project.checkpoints.monitored import Monitored
 from project.exact.batch_norm import StepStatistics
+from project.resume.finders import SearchOnce
 from project.resume.rehearsal import Rehearsal
 from project.step.chance import ChanceByMicroBatch
 from project.step.compression import CompressGradients, Compression
@@ -63,7 +64,8 @@ def with_ours(
     watchdogs, dashboards, (profile, *_) = those(Watchdog), those(Dashboard), those(Profile)
     assert isinstance(profile, Profile)
     # First, so that what the others do counts as progress or as a hang, and not as what was before.
-    before = [*watchdogs, SaveFirst(), NonFinite(nonfinite), StepStatistics(exact), ChanceByMicroBatch(), Monitored()]
+    before = [*watchdogs, SaveFirst(), SearchOnce(callbacks), NonFinite(nonfinite), StepStatistics(exact), ChanceByMicroBatch()]
+    before.append(Monitored())
     # Last, when nobody changes the weights of this step any more.
     after = [PredictionWriter(), StopTogether(SIGNALS, profile), *dashboards, Pictures()]
     after += [Rehearsal(), *([Fingerprints(exact, ranks_differ)] if fingerprints else []), profile]

@@ -15,6 +15,8 @@ import pytest
 import yaml
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
+from project.cluster.oom import OomKills
+from project.launch.children import Rank
 from project.launch.torchrun_agent import exit_code
 from tests.conftest import PATIENCE, ROOT, TINY, environment
 
@@ -139,7 +141,17 @@ def test_the_exit_code_is_that_of_the_worker_that_failed_first():
     assert exit_code({0: failed(7, 75), 1: failed(7, 1)}) == 1  # who lost another was not the first
     assert exit_code({3: failed(7, -9)}) == 137
     assert exit_code({3: failed(7, -6), 1: failed(8, 75)}) == 75  # NCCL ended it: another time, or elsewhere, it may work
+    assert exit_code({0: failed(7, -6), 1: failed(7, 2)}) == 2  # for what rank 1 did
     assert exit_code({0: failed(7, 143)}) == 143
+
+
+def test_a_supervisor_does_not_blame_the_host_of_a_rank_that_nccl_ended():
+    """It may only have noticed what another rank does, as one that ends with 75."""
+    aborted = Rank(1, os.getpid(), OomKills(os.getpid()), int(signal.SIGABRT))
+    assert (aborted.code, aborted.killed_by) == (75, 0)
+    assert aborted.describe_loss("h1") == "rank 1 on h1 lost another rank."
+    killed = Rank(1, os.getpid(), OomKills(os.getpid()), int(signal.SIGKILL))
+    assert (killed.code, killed.killed_by) == (137, 9)
 
 
 def batch(tmp_path, code: int, *words: str, **extra: str) -> list[str]:

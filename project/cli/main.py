@@ -441,7 +441,12 @@ class ProjectCLI(LightningCLI):
                 trainer.global_step,
             )
         elif not trainer.global_step:
-            raise UserError("Not one step was trained. HINT: see trainer.max_epochs, max_steps, max_time, limit_train_batches.")
+            by_hand = (
+                "" if trainer.lightning_module.automatic_optimization else "self.optimizers().step(), which counts steps; "
+            )
+            raise UserError(
+                f"Not one step was trained. HINT: see {by_hand}trainer.max_epochs, max_steps, max_time, limit_train_batches."
+            )
         lines = trainer.progress_bar_callback.summary(trainer) if isinstance(trainer.progress_bar_callback, Progress) else {}
         saved = checkpoints_of(trainer)
         if saved and saved.last:

@@ -8,6 +8,7 @@ import random
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Reversible, Sequence, Set, Sized
+from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
 from hashlib import sha256
 from itertools import islice
@@ -17,6 +18,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -101,9 +103,10 @@ class Digests:
             return self._digest(_state(value), deep + 2)
         if isinstance(value, (str, bytes)) or value is None:
             return sha256(repr(value).encode()).digest()
+        if isinstance(value, LightningOptimizer):
+            return self._digest(value.optimizer, deep)
         if isinstance(value, nn.Module):
-            metrics = [part.metric_state for part in value.modules() if isinstance(part, Metric)]  # which no state_dict has
-            return self._digest((value.state_dict(), metrics) if metrics else value.state_dict(), deep)
+            return self._digest(value.state_dict() | _states_of_metrics(value), deep)
         if isinstance(value, Set):
             parts = sorted(self._digest(item, deep - 1) or b"" for item in islice(value, _MOST))
             return _joined([self._digest(len(value), deep), *parts])
@@ -163,9 +166,14 @@ class Digests:
             return self._digest((frame.f_lasti if frame else "ended", known), deep)
         if isinstance(value, SobolEngine):
             return self._digest(value.num_generated, deep)
-        saved = value.state_dict() if isinstance(value, (Optimizer, LRScheduler)) else None
-        kept = saved or _kept(value)
-        if isinstance(value, type) or (is_of_a_library(type(value)) and not saved) or kept is None:
+        if (state := _state_by_torch(value)) is not None:
+            return self._digest(state, deep)
+        if is_dataclass(value) and not isinstance(value, type):  # as `asdict` has it
+            digest = self._digest({each.name: getattr(value, each.name, None) for each in fields(value)}, deep)
+            if digest is not None:
+                return digest
+        kept = _kept(value)
+        if isinstance(value, type) or is_of_a_library(type(value)) or kept is None:
             # Where an iterator stands nobody can ask it. A file is one, too.
             return os.urandom(8) if isinstance(value, Iterator) and not isinstance(value, io.IOBase) else None
         parts = [(name, self._digest(item, deep - 1)) for name, item in [*kept.items()]]
@@ -200,6 +208,25 @@ def _kept(value: object) -> dict[str, object] | None:
         return None
     own = kept if isinstance(kept, dict) else {}
     return {name: getattr(value, name) for name in sorted(slots - own.keys()) if hasattr(value, name)} | own
+
+
+def _state_by_torch(value: object) -> object:
+    """Returns the state of an optimiser or a schedule as torch's own code has it; None where there is code of others in it."""
+    method = getattr(type(value), "state_dict", None)
+    is_torchs = str(getattr(method, "__module__", "")).startswith("torch.optim.")
+    if not isinstance(value, (Optimizer, LRScheduler)) or not is_torchs:
+        return None
+    hooks = [kept for name, kept in vars(value).items() if "state_dict" in name and kept]
+    try:
+        return None if hooks else value.state_dict()
+    except Exception:  # one that was not made by its own __init__, say
+        return None
+
+
+def _states_of_metrics(module: nn.Module) -> dict[str, object]:
+    """Returns the states of the metrics in a module by the names that a state_dict would give them: most are in none."""
+    parts = [(path, part) for path, part in module.named_modules() if isinstance(part, Metric)]
+    return {f"{path}{'.' if path else ''}{name}": state for path, part in parts for name, state in part.metric_state.items()}
 
 
 def _draws(code: CodeType | None) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from project.cluster.oom import OomKills
 from project.cluster.processes import children, kill_with_children
 from project.errors import TRY_AGAIN
-from project.survive.signals import ENDING
+from project.survive.signals import ENDING, code_of_rank
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _LAST_WAIT = 60.0  # seconds for killed ranks to end
@@ -29,13 +29,13 @@ class Rank:
     @property
     def code(self) -> int:
         """Returns the exit code, as a shell has it; 0 while the rank lives."""
-        code = 0 if self.status is None else os.waitstatus_to_exitcode(self.status)
+        code = 0 if self.status is None else code_of_rank(os.waitstatus_to_exitcode(self.status))
         return code if code >= 0 else 128 - code
 
     @property
     def killed_by(self) -> int:
         """Returns the signal that killed the rank, or 0."""
-        return os.WTERMSIG(self.status) if self.status is not None and os.WIFSIGNALED(self.status) else 0
+        return self.code - 128 if self.status is not None and os.WIFSIGNALED(self.status) and self.code > 128 else 0
 
     def describe_loss(self, host: str) -> str:
         """Returns how the rank was lost, in a sentence; '' if it ended normally or on request."""

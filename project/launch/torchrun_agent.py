@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from project.errors import LEFT_OUT, TRY_AGAIN, WRONG, UserError
 from project.launch.nodes import nodes_file
 from project.survive.exit import exit_fast
-from project.survive.signals import ENDING
+from project.survive.signals import ENDING, code_of_rank
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import RunProcsResult
@@ -29,11 +29,11 @@ _SHUTDOWN = "300"  # seconds from a signal to SIGKILL; torchrun's own 30 are few
 
 def exit_code(failures: Mapping[int, "ProcessFailure"]) -> int:
     """Returns the exit code of the worker that failed first, as a shell has it; of several at once, of one that has not just
-    lost another. 75 where NCCL ended it, which it does with SIGABRT.
+    lost another.
     """
-    first = min(failures.values(), key=lambda failure: (failure.timestamp, failure.exitcode == TRY_AGAIN))
-    code = int(first.exitcode if first.exitcode >= 0 else 128 - first.exitcode)
-    return TRY_AGAIN if code == 128 + signal.SIGABRT else code
+    codes = [(failure.timestamp, code_of_rank(failure.exitcode)) for failure in failures.values()]
+    _, code = min(codes, key=lambda failure: (failure[0], failure[1] == TRY_AGAIN))
+    return code if code >= 0 else 128 - code
 
 
 def patch_agent() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from functools import cache
 from inspect import getattr_static
 from types import FunctionType, GeneratorType, ModuleType
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ _OF_METRICS = {*vars(MeanMetric())}
 _PLAIN = (bool, int, float, list, dict, set, deque, np.ndarray, torch.Tensor, itertools.count, Metric, Optimizer, LRScheduler)
 _MOST_FILES = 100  # of the user's, that are looked at
 
+T = TypeVar("T")
 Attributes = Mapping[str, Mapping[str, bytes]]
 """The digests of the attributes of each owner; UNKNOWN of those that can't be compared."""
 UNKNOWN = b""
@@ -87,10 +89,9 @@ def unsaved_attributes(trainer: Trainer, before: Attributes, checkpoint: StateDi
     digests = Digests(_saved_elsewhere(trainer))
     parts = {name: part for name, part in checkpoint.items() if name not in _STANDARD}
     parts |= {name: part for name, part in checkpoint["state_dict"].items() if name.endswith("extra_state")}
-    for states in (checkpoint.get("optimizer_states", ()), checkpoint.get("lr_schedulers", ())):
-        parts |= {
-            f"{len(parts)}": {name: part for name, part in state.items() if name not in _OF_OPTIMIZERS} for state in states
-        }
+    states = [*checkpoint.get("optimizer_states", ()), *checkpoint.get("lr_schedulers", ())]
+    for number, state in enumerate(states):
+        parts[f"{number}"] = {name: part for name, part in state.items() if name not in _OF_OPTIMIZERS}
     saved = digests.within(parts)
     states_of = checkpoint.get("callbacks", {})
     known = {
@@ -132,10 +133,23 @@ def _name(module: LightningModule, path: str) -> str:
 def _saved_elsewhere(trainer: Trainer) -> Iterator[object]:
     """Yields objects that are saved, or compared, by themselves: an attribute that refers to one has no value of its own."""
     module = trainer.lightning_module
-    yield from (trainer, trainer.strategy, *trainer.loggers, *trainer.optimizers)
-    yield from (config.scheduler for config in trainer.lr_scheduler_configs)
+    yield from (trainer, trainer.strategy, *trainer.loggers)
+    for optimizer in trainer.optimizers:  # also those that it wraps, if they share its state
+        yield from (optimizer, *(inner for inner in _within(optimizer, Optimizer) if inner.state is optimizer.state))
+    for config in trainer.lr_scheduler_configs:
+        yield from (config.scheduler, *_within(config.scheduler, LRScheduler))
     yield from (*module.modules(), *module.parameters(), *module.buffers())
     yield from (owner for _, owner in owners(trainer))
+
+
+def _within(outer: T, kind: type[T]) -> list[T]:
+    """Returns the objects of a kind that an object of that kind has as attributes, or in lists, and those within these."""
+    those = [outer]
+    for each in those:
+        for value in vars(each).values():
+            inner = value if isinstance(value, (list, tuple)) else [value]
+            those += [item for item in inner if isinstance(item, kind) and all(item is not known for known in those)]
+    return those[1:]
 
 
 def _values(owner: object) -> dict[str, object]:
@@ -157,7 +171,10 @@ def _values(owner: object) -> dict[str, object]:
     return {
         name: value
         for name, value in {**shared, **getattr(owner, "__dict__", {})}.items()
-        if name not in aside and not name.startswith("_ddp") and not is_method(name, value)  # torch's
+        if name not in aside
+        and not name.startswith("_ddp")
+        and not is_method(name, value)  # torch's
+        and (name != "_hparams" or value)  # an empty one is made where somebody looks for it
     }
 
 

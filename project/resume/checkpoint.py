@@ -35,7 +35,6 @@ from project.masking import MASK, without_secrets
 from project.parts import changed
 from project.resume.attributes import Attributes, attributes, changed_attributes
 from project.resume.changes import refuse_short_one_cycle, restore_schedules
-from project.resume.finders import search_once
 from project.sharded.shards import split
 from project.sharded.strategy import Sharded
 from project.step.data_ranks import data_ranks
@@ -71,10 +70,10 @@ class Resuming(_CheckpointConnector):
     """The values that the user's objects keep in Python, before any step."""
     changed_values: Mapping[str, bytes] = MappingProxyType({})
     """Digests of those that had changed when the checkpoint was saved; none where no run is resumed."""
+    chosen: str | Path | None = None
+    """The checkpoint that the verb reads, where this rank knows it: rank 0 does."""
     _weights_only: bool | None = None
     """The verb's own argument: Lightning does not report it where a sharded network is restored."""
-    _begins = False
-    """Whether the verb has still to read its checkpoint; a finder reads another one later."""
 
     @property
     def _steps(self) -> Steps:
@@ -82,9 +81,9 @@ class Resuming(_CheckpointConnector):
         assert isinstance(steps, Steps)
         return steps
 
-    def begin_verb(self, weights_only: bool | None) -> None:
+    def begin_verb(self, chosen: str | Path | None, weights_only: bool | None) -> None:
         """Begins another fit, or another verb."""
-        self._weights_only, self._begins = weights_only, True
+        self.chosen, self._weights_only = chosen, weights_only
 
     # Into a checkpoint -----------------------------------------------------------------------------------------------
 
@@ -223,9 +222,6 @@ class Resuming(_CheckpointConnector):
         path, in_order = self.trainer.strategy.broadcast((chosen, [*manifest.get("metrics", ())]))
         # Lightning converts the network after loading: float64 weights would pass through float32, and be rounded.
         self.trainer.precision_plugin.convert_module(self.trainer.lightning_module)
-        if self._begins and self.trainer.state.fn == "fit":
-            search_once(self.trainer, resumes=path is not None)
-        self._begins = False
         self._read(path, self._weights_only if weights_only is None else weights_only)
         saved = self._loaded_checkpoint
         check_loop_progress(saved.get("loops", {}))

@@ -5,8 +5,9 @@ resumes from.
 """
 
 import logging
+from collections.abc import Iterable
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 
 from project.errors import UserError
@@ -15,20 +16,60 @@ from project.typed import callbacks_of, typed
 log = logging.getLogger(__name__)
 
 
-def search_once(trainer: Trainer, resumes: bool) -> None:
-    """Leaves LearningRateFinder out where a run resumes, and refuses BatchSizeFinder there, whose size no checkpoint holds."""
-    sizes, rates = callbacks_of(trainer, BatchSizeFinder), callbacks_of(trainer, LearningRateFinder)
-    if resumes and sizes:
-        raise UserError(
-            "BatchSizeFinder has found a batch size when this run began, which no checkpoint holds. HINT: give the data the "
-            "size that the run's log names, and leave BatchSizeFinder out."
-        )
-    if sizes and trainer.is_global_zero:
-        log.warning(
-            "BatchSizeFinder: no checkpoint holds the size that it finds, so this run will not resume with it. HINT: give the "
-            "data that size, and leave BatchSizeFinder out."
-        )
-    if resumes and rates:
-        typed(trainer).callbacks = [callback for callback in typed(trainer).callbacks if callback not in rates]
-        if trainer.is_global_zero:
+_BY_RANKS = (
+    "LearningRateFinder goes by the loss of a rank's last micro-batch, and finds another rate on another number of ranks"
+)
+_HINT = "search once, and set the rate in the YAML."
+
+
+class SearchOnce(Callback):
+    """Leaves LearningRateFinder out where a run resumes, and refuses BatchSizeFinder there, whose size no checkpoint holds.
+
+    A rate goes by the number of ranks, which is refused with trainer.exact. Subclasses that search at another time are left
+    alone, and so is a search that Lightning's Tuner makes before a fit.
+
+    Args:
+        given: the user's callbacks.
+    """
+
+    def __init__(self, given: Iterable[Callback]) -> None:
+        self._finders = [
+            finder
+            for finder in given
+            for kind in (BatchSizeFinder, LearningRateFinder)
+            if isinstance(finder, kind) and type(finder).on_fit_start is kind.on_fit_start
+        ]
+        self._left_out: list[Callback] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        any_rates = callbacks_of(trainer, LearningRateFinder)
+        sizes = [finder for finder in self._finders if isinstance(finder, BatchSizeFinder)]
+        rates = [finder for finder in self._finders if isinstance(finder, LearningRateFinder)]
+        if stage != "fit" or not (sizes or any_rates):
+            return
+        if any_rates and typed(trainer).exact:
+            raise UserError(f"trainer.exact can't be kept: {_BY_RANKS}. HINT: {_HINT}")
+        resumes = trainer.strategy.broadcast(typed(trainer).resuming.chosen is not None)  # which rank 0 knows
+        if resumes and sizes:
+            raise UserError(
+                "BatchSizeFinder has found a batch size when this run began, which no checkpoint holds. HINT: give the data "
+                "the size that the run's log names, and leave BatchSizeFinder out."
+            )
+        if resumes and rates:
+            self._left_out = [*rates]
+            typed(trainer).callbacks = [callback for callback in typed(trainer).callbacks if callback not in rates]
+        if not trainer.is_global_zero:
+            return
+        if sizes:
+            log.warning(
+                "BatchSizeFinder: no checkpoint holds the size that it finds, so this run will not resume with it. HINT: give "
+                "the data that size, and leave BatchSizeFinder out."
+            )
+        if self._left_out:
             log.info("LearningRateFinder does not search again: the checkpoint holds the learning rate.")
+        elif any_rates:
+            log.warning("%s. HINT: %s", _BY_RANKS, _HINT)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        typed(trainer).callbacks = [*self._left_out, *typed(trainer).callbacks]
+        self._left_out = []

@@ -40,7 +40,7 @@ _DRAW = (
 )
 _HINTS = (
     (GENERATORS, _DRAW),
-    ((Optimizer, LRScheduler), "return it in configure_optimizers"),
+    ((Optimizer, LRScheduler), "return it in configure_optimizers, or save it in the state_dict of what has it"),
     (Metric, "make it an attribute of the LightningModule, which saves what it has counted and brings the ranks' together"),
 )
 """What helps for values of some kinds, in place of `_KEEP`."""
@@ -78,8 +78,12 @@ class Rehearsal(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Warns of values that follow a rank's micro-batches: the first step's first one changes them, and its second, too."""
-        if not self._before or self._micro_batches_compared:
-            return
+        if self._after_first:
+            self._compare_micro_batches(trainer, pl_module)
+        elif self._before and not self._micro_batches_compared and batch_idx % trainer.accumulate_grad_batches == 1:
+            self._changed_by_first, self._after_first = changed_attributes(trainer, self._before), attributes(trainer)
+
+    def _compare_micro_batches(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._after_first:
             changed = changed_attributes(trainer, self._after_first)
             self._after_first, self._micro_batches_compared = {}, True
@@ -88,8 +92,8 @@ class Rehearsal(Callback):
                 "HINT: change it in on_before_optimizer_step, by what all ranks have.",
                 *(trainer, [name for name in changed if name in self._changed_by_first]),
             )
-        elif batch_idx % trainer.accumulate_grad_batches == 1:
-            self._changed_by_first, self._after_first = changed_attributes(trainer, self._before), attributes(trainer)
+
+    on_train_epoch_end = _compare_micro_batches  # of which this step was the only one
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Warns, when the first step's gradients are there, of buffers that a micro-batch of this rank has moved."""
@@ -136,9 +140,10 @@ def _warn(text: str, trainer: Trainer, names: Sequence[str]) -> None:
     if names and trainer.is_global_zero:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         known = {name: value for name, value in values(trainer) if name in names}
-        hints = []
-        for kinds, hint in _HINTS:
-            if those := sorted(name for name, value in known.items() if isinstance(value, kinds)):
-                hints.append(f"{', '.join(those)}: {hint}")
-        hint = "; ".join(hints) or _KEEP
+        by_hint: dict[str, list[str]] = {}
+        for name in sorted(names):
+            hint = next((hint for kinds, hint in _HINTS if isinstance(known.get(name), kinds)), _KEEP)
+            by_hint.setdefault(hint, []).append(name)
+        whose = [f"{', '.join(those)}: {hint}" for hint, those in by_hint.items()]
+        hint = "; ".join(whose) if len(whose) > 1 or _KEEP not in by_hint else _KEEP
         log.warning("%s%s: %s", ", ".join(names[:_SHOWN]), more, text.replace("{hint}", hint))

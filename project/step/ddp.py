@@ -156,9 +156,9 @@ def _broadcast_module(strategy: DDPStrategy) -> None:
 
 
 def refuse_lazy(module: nn.Module) -> None:
-    """Raises a UserError where a parameter has no shape yet. Ranks begin with rank 0's weights; exact sums go by the shapes."""
-    for name, parameter in module.named_parameters():
-        if is_lazy(parameter):
+    """Raises a UserError where a tensor has no shape yet. Ranks begin with rank 0's weights; exact sums go by the shapes."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
             raise UserError(
                 f"{name} has no shape before the first batch; several ranks, and trainer.exact, need it from the beginning. "
                 "HINT: compute a batch of zeros, once, at the end of __init__ or in configure_model."

@@ -28,7 +28,7 @@ from project.cluster.place import MORE_SHARED_MEMORY, shared_memory
 from project.errors import SMALLER_BATCH, TRY_AGAIN, WRONG, Cause, NonFiniteError, UserError
 from project.launch.fork_server import tell_supervisor
 from project.survive.exit import flush_and_exit
-from project.survive.signals import EXIT_CODES, SIGNALS
+from project.survive.signals import EXIT_CODES, SIGNALS, code_of_rank
 from project.tracebacks import Folded, loader_error, title
 from project.untrusted import LONGEST_CAUSE, shortened
 
@@ -238,7 +238,7 @@ def report_error(
         if not _report_lost_rank(error, rank, host, children, folder):
             # One that has reported its error ends soon, but for the load: its exit code counts.
             _wait_for_children(children, _LONG_LINGER if children and LOST_RANKS.failures else _LINGER)
-            if codes := {child.poll() for child in children} - {None, 0, TRY_AGAIN}:
+            if codes := {code_of_rank(child.poll() or 0) for child in children} - {0, TRY_AGAIN}:
                 return WRONG if WRONG in codes else 1  # it has ended by itself, and would again
         return LOST_RANKS.exit_code
     if not alone:

@@ -10,9 +10,20 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from project.errors import TRY_AGAIN
+
 EXIT_CODES = {number: 128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
 ENDING = (*EXIT_CODES, signal.SIGQUIT)
 """The signals that request a process to end: launchers pass them on, and who ends by them has not failed."""
+
+
+def code_of_rank(returncode: int) -> int:
+    """Returns the code that counts of a rank that has ended, negative for a signal: SIGABRT, by which NCCL ends ranks, says as
+    little about this one as an exit code of 75. It may only have noticed what another rank does.
+    """
+    return TRY_AGAIN if returncode == -signal.SIGABRT else returncode
+
+
 _SAME = 2.0  # seconds: a terminal and a launcher may both pass on one Ctrl-C
 
 

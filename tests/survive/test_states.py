@@ -5,6 +5,7 @@ import logging
 import re
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 from torchmetrics import MeanMetric
 
@@ -28,7 +29,7 @@ from project.resume import attributes
 from project.sharded.shards import Split
 from project.watch.progress import Progress
 from tests.conftest import Cli
-from tests.own import Points, Regression
+from tests.own import Points, PointsData, Regression
 from tests.survive import keeping
 from tests.survive.keeping import Slotted
 from tests.survive.test_resume import same
@@ -606,10 +607,60 @@ class Scheduled(Regression):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": OwnSchedule(optimizer), "interval": "step"}}
 
 
+@dataclass
+class Counts:
+    seen: int = 0
+    by_step: list[int] = field(default_factory=list)
+
+
+class Sharing(torch.optim.SGD):
+    """Wraps an optimiser that shares its state."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.inner = torch.optim.SGD(self.param_groups, **settings)
+        self.load_state_dict(self.state_dict())
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.inner.param_groups, self.inner.state = self.param_groups, self.state
+
+
+class Layered(Regression):
+    """Has the parts of a schedule as attributes, and saves a dataclass as a dict; somebody looks at the data's hparams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counts()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = Sharing(self.parameters(), lr=0.1, momentum=0.9)
+        self.warm, self.cosine = LinearLR(optimizer, total_iters=3), CosineAnnealingLR(optimizer, 30)
+        schedule = SequentialLR(optimizer, [self.warm, self.cosine], milestones=[3])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.counts.seen += 1
+        self.counts.by_step.append(self.counts.seen)
+        assert not self.trainer.datamodule.hparams  # type: ignore[attr-defined]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["counts"] = asdict(self.counts)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.counts = Counts(**checkpoint["counts"])
+
+
 def test_what_an_own_optimiser_and_an_own_schedule_save_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for steps in (8, 10):
         fit(tmp_path, Scheduled(), points(), steps=steps, resume=steps > 8)
+        fit(tmp_path / "layered", Layered(), PointsData(), steps=steps, resume=steps > 8, limit_val_batches=0)
     assert "Own" not in caplog.text
+    assert "changed in the first steps" not in caplog.text
+    assert "not what it was when" not in caplog.text
 
 
 class ByHand(Scheduled):
@@ -640,6 +691,47 @@ def test_a_schedule_and_an_optimiser_that_lightning_does_not_know_are_named(
         (line,) = [record.getMessage() for record in caplog.records if text in record.getMessage()]
         assert {*line.partition(": ")[0].split(", ")} == {"ByHand.rates", "ByHand.optimizer_of_alpha"}
         assert "HINT: ByHand.optimizer_of_alpha, ByHand.rates: return it in configure_optimizers" in line
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As many write one around another: without its __init__."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.defaults, self.state = optimizer, optimizer.defaults, optimizer.state
+        self.param_groups = optimizer.param_groups
+
+
+class Keeping(Callback):
+    """Saves an optimiser, a schedule, a metric and a network with a metric in it as their own methods give them."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        weight = nn.Parameter(torch.ones(1))
+        self.optimizer = torch.optim.Adam([weight])
+        self.rates, self.wrapper = CosineAnnealingLR(self.optimizer, 30), Wrapper(self.optimizer)
+        self.counted = MeanMetric()
+        self.counted.persistent(True)
+        self.known, self.weight = pl_module.optimizers(), weight
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        self.weight.grad = torch.ones(1)
+        self.optimizer.step()
+        self.rates.step()
+        self.counted.update(self.weight.detach())
+
+    def state_dict(self) -> dict[str, Any]:
+        kept = {name: getattr(self, name).state_dict() for name in ("optimizer", "rates", "counted")}
+        return {**kept, "weight": self.weight.detach().clone()}
+
+
+def test_what_is_saved_by_its_own_method_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, Regression(), points(), steps=6, callbacks=[Keeping()])
+    named = [record.getMessage() for record in caplog.records if "changed in the first steps" in record.getMessage()]
+    assert not [line for line in named if re.search(r"Keeping\.(optimizer|rates|counted|known|weight)", line)]
+
+
+def test_where_a_step_is_an_epoch_its_micro_batches_are_compared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, Regression(), points(8), callbacks=[Average()], global_batch_size=8, steps=1)
+    assert "Average.mean, Average.counted" in caplog.text
 
 
 class Lazy(Regression):
@@ -780,6 +872,7 @@ def test_what_goes_by_the_micro_batches_of_a_rank_is_named(tmp_path: Path, caplo
     (line,) = [record.getMessage() for record in caplog.records if "changed in the first steps" in record.getMessage()]
     assert line.startswith("Average.counted, Average.listed: ")
     assert "HINT: Average.counted: make it an attribute of the LightningModule" in line
+    assert "Average.listed: keep it in a buffer" in line
     caplog.clear()
     fit(tmp_path / "one", Regression(), points(), callbacks=[Average()], global_batch_size=4)
     assert "changes with each micro-batch" not in caplog.text

@@ -6,10 +6,13 @@ import signal
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
+from project import Trainer
+from project.errors import UserError
 from tests.conftest import forked
 from tests.own import Points, PointsData, Regression
 from tests.survive.test_resume import curves, same
@@ -88,6 +91,29 @@ def test_a_learning_rate_is_searched_once(tmp_path, ranks):
     words = (*RUN, "--model=tests.own.Regression")
     assert_goes_on(tmp_path, ranks, words, finder)
     assert (tmp_path / "killed/output.txt").read_text().count("LearningRateFinder does not search again") == 1
+
+
+class SearchesLater(LearningRateFinder):
+    """As Lightning's page on fine-tuning has it."""
+
+    def on_fit_start(self, *args):
+        pass
+
+
+def test_a_finder_of_another_kind_stays_and_a_second_fit_searches_again(tmp_path):
+    later, first = SearchesLater(), LearningRateFinder(num_training_steps=60)
+    settings = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    Trainer(default_root_dir=tmp_path, **settings).fit(Regression(), PointsData())
+    resumed = Trainer(default_root_dir=tmp_path, callbacks=[later, first], **{**settings, "max_epochs": 2})
+    resumed.fit(Regression(), PointsData(), ckpt_path="last")
+    assert first.optimal_lr is None
+    assert {later, first} <= {*resumed.callbacks}
+    resumed.fit_loop.max_epochs = 4
+    resumed.fit(Regression(), PointsData())
+    assert first.optimal_lr is not None
+    exact = Trainer(default_root_dir=tmp_path / "exact", callbacks=[first], exact=True, global_batch_size=4, **settings)
+    with pytest.raises(UserError, match="finds another rate on another number of ranks"):
+        exact.fit(Regression(), PointsData())
 
 
 def test_a_batch_size_that_was_searched_is_refused_when_the_run_resumes(tmp_path):

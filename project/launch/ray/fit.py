@@ -21,7 +21,7 @@ from project.launch.ray.cluster import last_line, say
 from project.launch.ray.room import Room, draining_nodes
 from project.launch.ray.supervisor import Supervisor
 from project.launch.supervisor import REPLACES_HOSTS
-from project.survive.signals import EXIT_CODES
+from project.survive.signals import EXIT_CODES, code_of_rank
 
 STOPPED = {*EXIT_CODES.values()}
 """Exit codes of a run that was stopped, and saved."""
@@ -79,7 +79,7 @@ class Start:
     def note_end(self, rank: int, code: int, signals: Sequence[int]) -> None:
         """Notes a rank's exit code. One that was to stop may have died of a second signal when it had saved: Ray's own."""
         stopped = (self.moved or signals) and 128 - code in STOPPED
-        self.codes[rank] = 128 - code if stopped else code
+        self.codes[rank] = 128 - code if stopped else code_of_rank(code)
 
     def failure(self) -> int:
         """Returns rank 0's exit code, else another's; of a rank that a signal killed, a shell's."""

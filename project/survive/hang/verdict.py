@@ -135,8 +135,8 @@ class Verdict:
             return "see the network between them (NCCL_DEBUG=INFO, and python -m project doctor), and their GPUs."
         if first.beat.phase == "start-up" and first.beat.collective:
             return "other ranks did not come: see whether they were started, and whether they can reach MASTER_ADDR."
-        parted = f"in: {first.beat.phase}; {self.waiting}"
-        if re.search("in: (validation|end of the)", parted) and re.search("in: (forward|backward)", parted):
+        is_after_steps = re.match("validation|end of the", first.beat.phase) and first.collectives
+        if is_after_steps and re.search("in: (forward|backward)", self.waiting):  # which have not come to that collective
             return (
                 "some ranks have left the epoch's steps and others have not. A rank's own loss must not decide it alone "
                 "(trainer.should_stop): use self.trainer.strategy.reduce_boolean_decision(...); nor loaders of other lengths."
