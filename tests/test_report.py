@@ -598,8 +598,9 @@ def test_what_a_start_logs_again_is_no_sign_of_the_life_before(tmp_path):
     assert (killed.end, killed.end_step) == (40.0, 9), "the next start has resumed from its checkpoint"
 
 
-def test_a_run_without_curves_says_why(tmp_path):
+def test_a_run_without_curves_says_why(tmp_path, monkeypatch):
     """A script with a logger that is not TensorBoard's."""
+    monkeypatch.chdir(tmp_path)
     logger = CSVLogger(tmp_path / "logs")
     Trainer(default_root_dir=tmp_path / "run", max_steps=3, logger=logger, accelerator="cpu", enable_progress_bar=False).fit(
         Regression(), DataLoader(Points(24), batch_size=4)

@@ -215,6 +215,15 @@ class Resuming(_CheckpointConnector):
             finally:
                 del strategy.load_checkpoint
 
+    def restore(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
+        """Restores another checkpoint in the middle of a fit, as a search for a learning rate does at its end."""
+        if self._loaded_checkpoint:
+            raise UserError(
+                f"{checkpoint_path} would be restored before the run's own has been restored, and take its place. HINT: search "
+                "(for a learning rate, say) when the run begins, and not when it resumes: trainer.ckpt_path is set then."
+            )
+        super().restore(checkpoint_path, weights_only)
+
     def resume_start(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
         """Reads the checkpoint that rank 0 chose, and prepares it for this rank, among today's number of ranks."""
         chosen = None if checkpoint_path is None else str(checkpoint_path)

@@ -100,7 +100,13 @@ class SearchesLater(LearningRateFinder):
         pass
 
 
-def test_a_finder_of_another_kind_stays_and_a_second_fit_searches_again(tmp_path):
+class SearchesAlways(LearningRateFinder):
+    def on_fit_start(self, trainer, pl_module):
+        super().on_fit_start(trainer, pl_module)
+
+
+def test_a_finder_of_another_kind_stays_and_a_second_fit_searches_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     later, first = SearchesLater(), LearningRateFinder(num_training_steps=60)
     settings = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
     Trainer(default_root_dir=tmp_path, **settings).fit(Regression(), PointsData())
@@ -111,6 +117,9 @@ def test_a_finder_of_another_kind_stays_and_a_second_fit_searches_again(tmp_path
     resumed.fit_loop.max_epochs = 4
     resumed.fit(Regression(), PointsData())
     assert first.optimal_lr is not None
+    begun = Trainer(default_root_dir=tmp_path, callbacks=[SearchesAlways()], **{**settings, "max_epochs": 9})
+    with pytest.raises(UserError, match="before the run's own has been restored"):
+        begun.fit(Regression(), PointsData(), ckpt_path="last")
     exact = Trainer(default_root_dir=tmp_path / "exact", callbacks=[first], exact=True, global_batch_size=4, **settings)
     with pytest.raises(UserError, match="finds another rate on another number of ranks"):
         exact.fit(Regression(), PointsData())
