@@ -83,7 +83,7 @@ class Resuming(_CheckpointConnector):
 
     def begin_verb(self, chosen: str | Path | None, weights_only: bool | None) -> None:
         """Begins another fit, or another verb."""
-        self.chosen, self._weights_only = chosen, weights_only
+        self.chosen, self._weights_only, self._loaded_checkpoint = chosen, weights_only, {}
 
     # Into a checkpoint -----------------------------------------------------------------------------------------------
 
@@ -215,17 +215,15 @@ class Resuming(_CheckpointConnector):
             finally:
                 del strategy.load_checkpoint
 
-    def restore(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
-        """Restores another checkpoint in the middle of a fit, as a search for a learning rate does at its end."""
+    def resume_start(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
+        """Reads the checkpoint that rank 0 chose, and prepares it for this rank, among today's number of ranks. A search for a
+        learning rate reads one of its own, when a fit starts.
+        """
         if self._loaded_checkpoint:
             raise UserError(
                 f"{checkpoint_path} would be restored before the run's own has been restored, and take its place. HINT: search "
                 "(for a learning rate, say) when the run begins, and not when it resumes: trainer.ckpt_path is set then."
             )
-        super().restore(checkpoint_path, weights_only)
-
-    def resume_start(self, checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
-        """Reads the checkpoint that rank 0 chose, and prepares it for this rank, among today's number of ranks."""
         chosen = None if checkpoint_path is None else str(checkpoint_path)
         manifest = (whole_manifest(Path(chosen)) if chosen and self.trainer.is_global_zero else None) or {}
         path, in_order = self.trainer.strategy.broadcast((chosen, [*manifest.get("metrics", ())]))
