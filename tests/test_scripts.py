@@ -149,7 +149,7 @@ def test_a_supervisor_does_not_blame_the_host_of_a_rank_that_nccl_ended():
     """It may only have noticed what another rank does, as one that ends with 75."""
     aborted = Rank(1, os.getpid(), OomKills(os.getpid()), int(signal.SIGABRT))
     assert (aborted.code, aborted.killed_by) == (75, 0)
-    assert aborted.describe_loss("h1") == "rank 1 on h1 lost another rank."
+    assert aborted.describe_loss("h1") == "rank 1 on h1 was ended by SIGABRT: NCCL or another library gave up."
     killed = Rank(1, os.getpid(), OomKills(os.getpid()), int(signal.SIGKILL))
     assert (killed.code, killed.killed_by) == (137, 9)
 

@@ -8,7 +8,6 @@ import random
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Reversible, Sequence, Set, Sized
-from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
 from hashlib import sha256
 from itertools import islice
@@ -106,7 +105,8 @@ class Digests:
         if isinstance(value, LightningOptimizer):
             return self._digest(value.optimizer, deep)
         if isinstance(value, nn.Module):
-            return self._digest(value.state_dict() | _states_of_metrics(value), deep)
+            state, counted = value.state_dict(), _states_of_metrics(value)
+            return self._digest({**state, **counted} if counted and isinstance(state, dict) else state, deep)
         if isinstance(value, Set):
             parts = sorted(self._digest(item, deep - 1) or b"" for item in islice(value, _MOST))
             return _joined([self._digest(len(value), deep), *parts])
@@ -168,10 +168,6 @@ class Digests:
             return self._digest(value.num_generated, deep)
         if (state := _state_by_torch(value)) is not None:
             return self._digest(state, deep)
-        if is_dataclass(value) and not isinstance(value, type):  # as `asdict` has it
-            digest = self._digest({each.name: getattr(value, each.name, None) for each in fields(value)}, deep)
-            if digest is not None:
-                return digest
         kept = _kept(value)
         if isinstance(value, type) or is_of_a_library(type(value)) or kept is None:
             # Where an iterator stands nobody can ask it. A file is one, too.

@@ -41,6 +41,8 @@ class Rank:
         """Returns how the rank was lost, in a sentence; '' if it ended normally or on request."""
         if self.killed_by and self.killed_by not in ENDING:
             return f"rank {self.number} on {host} was killed by signal {self.killed_by}{self.oom_kills}."
+        if self.status is not None and os.WIFSIGNALED(self.status) and self.code == TRY_AGAIN:
+            return f"rank {self.number} on {host} was ended by SIGABRT: NCCL or another library gave up{self.oom_kills}."
         return f"rank {self.number} on {host} lost another rank." if self.code == TRY_AGAIN else ""
 
 

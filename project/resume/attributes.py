@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchmetrics import MeanMetric, Metric
 
 from project.data.values import CACHED, GENERATORS, Digests, is_in_a_library, is_of_a_library
@@ -26,10 +26,17 @@ from project.typed import StateDict, typed
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_LIGHTNING = {*vars(LightningModule()), *vars(LightningDataModule()), "_dtype", "_device", "_metric_attributes"}
-_OF_OPTIMIZERS = {
-    *vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)),
-    *("step", "_opt_called", "param_groups", "state"),
-}
+
+
+def _set_by_torch() -> set[str]:
+    """Returns the attributes that torch gives an optimiser, also where a schedule has it count its steps."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    LambdaLR(optimizer, lambda _: 1.0)
+    optimizer.step()
+    return {*vars(optimizer)}
+
+
+_OF_OPTIMIZERS = _set_by_torch()
 _STANDARD = (
     *("configuration", "global_batch", "epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "callbacks"),
     *("optimizer_states", "lr_schedulers", "schedules_as_built", "position", "threads", "training_samples", "MixedPrecision"),
@@ -137,7 +144,9 @@ def _saved_elsewhere(trainer: Trainer) -> Iterator[object]:
     for optimizer in trainer.optimizers:  # also those that it wraps, if they share its state
         yield from (optimizer, *(inner for inner in _within(optimizer, Optimizer) if inner.state is optimizer.state))
     for config in trainer.lr_scheduler_configs:
-        yield from (config.scheduler, *_within(config.scheduler, LRScheduler))
+        yield config.scheduler
+        if is_of_a_library(type(config.scheduler)):  # SequentialLR saves its parts
+            yield from _within(config.scheduler, LRScheduler)
     yield from (*module.modules(), *module.parameters(), *module.buffers())
     yield from (owner for _, owner in owners(trainer))
 
@@ -174,7 +183,7 @@ def _values(owner: object) -> dict[str, object]:
         if name not in aside
         and not name.startswith("_ddp")
         and not is_method(name, value)  # torch's
-        and (name != "_hparams" or value)  # an empty one is made where somebody looks for it
+        and not (name == "_hparams" and value == {})  # it is made where somebody looks for it
     }
 
 

@@ -5,7 +5,6 @@ resumes from.
 """
 
 import logging
-from collections.abc import Iterable
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
@@ -25,26 +24,18 @@ _HINT = "search once, and set the rate in the YAML."
 class SearchOnce(Callback):
     """Leaves LearningRateFinder out where a run resumes, and refuses BatchSizeFinder there, whose size no checkpoint holds.
 
-    A rate goes by the number of ranks, which is refused with trainer.exact. Subclasses that search at another time are left
-    alone, and so is a search that Lightning's Tuner makes before a fit.
-
-    Args:
-        given: the user's callbacks.
+    A rate goes by the number of ranks, which is refused with trainer.exact. Subclasses may search at another time, and are left
+    alone.
     """
 
-    def __init__(self, given: Iterable[Callback]) -> None:
-        self._finders = [
-            finder
-            for finder in given
-            for kind in (BatchSizeFinder, LearningRateFinder)
-            if isinstance(finder, kind) and type(finder).on_fit_start is kind.on_fit_start
-        ]
+    def __init__(self) -> None:
         self._left_out: list[Callback] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.teardown(trainer, pl_module, stage)  # after a fit that failed
         any_rates = callbacks_of(trainer, LearningRateFinder)
-        sizes = [finder for finder in self._finders if isinstance(finder, BatchSizeFinder)]
-        rates = [finder for finder in self._finders if isinstance(finder, LearningRateFinder)]
+        rates = [finder for finder in any_rates if type(finder) is LearningRateFinder]
+        sizes = [finder for finder in callbacks_of(trainer, BatchSizeFinder) if type(finder) is BatchSizeFinder]
         if stage != "fit" or not (sizes or any_rates):
             return
         if any_rates and typed(trainer).exact:
@@ -71,5 +62,6 @@ class SearchOnce(Callback):
             log.warning("%s. HINT: %s", _BY_RANKS, _HINT)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        typed(trainer).callbacks = [*self._left_out, *typed(trainer).callbacks]
-        self._left_out = []
+        if self._left_out:
+            typed(trainer).callbacks = [*self._left_out, *typed(trainer).callbacks]
+            self._left_out = []

@@ -79,11 +79,11 @@ class Rehearsal(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
         """Warns of values that follow a rank's micro-batches: the first step's first one changes them, and its second, too."""
         if self._after_first:
-            self._compare_micro_batches(trainer, pl_module)
+            self._compare_micro_batches(trainer)
         elif self._before and not self._micro_batches_compared and batch_idx % trainer.accumulate_grad_batches == 1:
             self._changed_by_first, self._after_first = changed_attributes(trainer, self._before), attributes(trainer)
 
-    def _compare_micro_batches(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _compare_micro_batches(self, trainer: Trainer) -> None:
         if self._after_first:
             changed = changed_attributes(trainer, self._after_first)
             self._after_first, self._micro_batches_compared = {}, True
@@ -92,8 +92,6 @@ class Rehearsal(Callback):
                 "HINT: change it in on_before_optimizer_step, by what all ranks have.",
                 *(trainer, [name for name in changed if name in self._changed_by_first]),
             )
-
-    on_train_epoch_end = _compare_micro_batches  # of which this step was the only one
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Warns, when the first step's gradients are there, of buffers that a micro-batch of this rank has moved."""
@@ -109,6 +107,8 @@ class Rehearsal(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Warns of attributes that have changed unsaved. What an epoch's end empties need not be saved."""
+        if trainer.is_last_batch:  # of an epoch of one step
+            self._compare_micro_batches(trainer)
         if self._before and (trainer.global_step >= self._first_step + _STEPS or trainer.is_last_batch):
             checkpoint = typed(trainer).resuming.dump_checkpoint(weights_only=False)
             unsaved = unsaved_attributes(trainer, self._before, checkpoint)
@@ -144,6 +144,6 @@ def _warn(text: str, trainer: Trainer, names: Sequence[str]) -> None:
         for name in sorted(names):
             hint = next((hint for kinds, hint in _HINTS if isinstance(known.get(name), kinds)), _KEEP)
             by_hint.setdefault(hint, []).append(name)
-        whose = [f"{', '.join(those)}: {hint}" for hint, those in by_hint.items()]
+        whose = [f"{', '.join(those[:_SHOWN])}: {hint}" for hint, those in by_hint.items()]
         hint = "; ".join(whose) if len(whose) > 1 or _KEEP not in by_hint else _KEEP
         log.warning("%s%s: %s", ", ".join(names[:_SHOWN]), more, text.replace("{hint}", hint))

@@ -45,17 +45,15 @@ def flush_and_exit(code: object) -> NoReturn:
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
-def forbid_core_dumps() -> tuple[int, int]:
+def forbid_core_dumps() -> None:
     """Has this process, and those that it starts, end without a core dump: one of a process that maps a GPU's memory takes
     minutes, in which nobody knows what happened. NCCL ends a rank so (SIGABRT). Not with PYTHONFAULTHANDLER: somebody debugs.
 
     One byte is no room for a dump, and the kernel starts no program that would receive it; with 0 it would start that.
-    Returns the limits of before.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
     if not faulthandler.is_enabled():
+        hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
         resource.setrlimit(resource.RLIMIT_CORE, (1 if hard else 0, hard))
-    return soft, hard
 
 
 def is_the_program(name: str) -> bool:

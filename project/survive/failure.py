@@ -378,7 +378,7 @@ def _wait_for_children(children: Sequence[Popen[bytes]], seconds: float) -> None
     """Waits until all launched ranks have ended, one of them has failed, or for so long."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        codes = [child.poll() for child in children]
+        codes = [code if (code := child.poll()) is None else code_of_rank(code) for child in children]
         if codes and (None not in codes or {*codes} - {None, 0, TRY_AGAIN}):
             return
         time.sleep(0.05)

@@ -1,6 +1,6 @@
 """Notes the signals that have arrived: from the first moment of the program on, acted upon between two steps.
 
-No other import than the standard library's: this comes before the seconds in which PyTorch is loaded.
+No import that takes long: this comes before the seconds in which PyTorch is loaded.
 """
 
 import os

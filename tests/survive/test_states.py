@@ -5,7 +5,6 @@ import logging
 import re
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -607,12 +606,6 @@ class Scheduled(Regression):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": OwnSchedule(optimizer), "interval": "step"}}
 
 
-@dataclass
-class Counts:
-    seen: int = 0
-    by_step: list[int] = field(default_factory=list)
-
-
 class Sharing(torch.optim.SGD):
     """Wraps an optimiser that shares its state."""
 
@@ -630,11 +623,11 @@ class Sharing(torch.optim.SGD):
 
 
 class Layered(Regression):
-    """Has the parts of a schedule as attributes, and saves a dataclass as a dict; somebody looks at the data's hparams."""
+    """Has the parts of a schedule as attributes, and somebody looks at the data's hparams."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts = Counts()
+        self.counts: list[int] = []
 
     def configure_optimizers(self) -> Any:
         optimizer = Sharing(self.parameters(), lr=0.1, momentum=0.9)
@@ -643,15 +636,14 @@ class Layered(Regression):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.counts.seen += 1
-        self.counts.by_step.append(self.counts.seen)
+        self.counts.append(len(self.counts))
         assert not self.trainer.datamodule.hparams  # type: ignore[attr-defined]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["counts"] = asdict(self.counts)
+        checkpoint["counts"] = self.counts
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.counts = Counts(**checkpoint["counts"])
+        self.counts = checkpoint["counts"]
 
 
 def test_what_an_own_optimiser_and_an_own_schedule_save_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -135,7 +135,7 @@ class Verdict:
             return "see the network between them (NCCL_DEBUG=INFO, and python -m project doctor), and their GPUs."
         if first.beat.phase == "start-up" and first.beat.collective:
             return "other ranks did not come: see whether they were started, and whether they can reach MASTER_ADDR."
-        is_after_steps = re.match("validation|end of the", first.beat.phase) and first.collectives
+        is_after_steps = re.match("validation|end of the", first.beat.phase) and (first.collectives or first.beat.collective)
         if is_after_steps and re.search("in: (forward|backward)", self.waiting):  # which have not come to that collective
             return (
                 "some ranks have left the epoch's steps and others have not. A rank's own loss must not decide it alone "

@@ -9,7 +9,6 @@ end with exit code 75, 'try again': torchrun and Slurm can start the run anew, a
 import logging
 import math
 import os
-import resource
 import statistics
 import threading
 import time
@@ -92,7 +91,6 @@ class Watchdog(Callback):
         self._trainer: Trainer
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
-        self._core_limits: tuple[int, int] | None = None  # of before
         self._channel: Channel | None = None
         self.folder: Path | None = None
         """The run's, which rank 0 has named; None before the ranks are connected."""
@@ -171,7 +169,7 @@ class Watchdog(Callback):
         if not self._dump[1]:
             self._dump = stacks.open_dump()
         if trainer.world_size > 1:
-            self._core_limits = forbid_core_dumps()
+            forbid_core_dumps()
         me = self._own_member()
         name, launcher = f"rank {me.rank} on {me.host}", describe_launcher(me.host)
         self._warden = WardenProcess(me.pid, me.started, me.dump, name, launcher, launcher_pid())
@@ -234,8 +232,6 @@ class Watchdog(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.stop()
-        if self._core_limits is not None:
-            resource.setrlimit(resource.RLIMIT_CORE, self._core_limits)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._channel is not None and isinstance(exception, torch.AcceleratorError):
