@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric, Metric
 
 from project.data.values import CACHED, GENERATORS, Digests, is_in_a_library, is_of_a_library
@@ -26,17 +26,10 @@ from project.typed import StateDict, typed
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_LIGHTNING = {*vars(LightningModule()), *vars(LightningDataModule()), "_dtype", "_device", "_metric_attributes"}
-
-
-def _set_by_torch() -> set[str]:
-    """Returns the attributes that torch gives an optimiser, also where a schedule has it count its steps."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    LambdaLR(optimizer, lambda _: 1.0)
-    optimizer.step()
-    return {*vars(optimizer)}
-
-
-_OF_OPTIMIZERS = _set_by_torch()
+_OF_OPTIMIZERS = {
+    *vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)),
+    *("step", "_opt_called", "param_groups", "state"),
+}
 _STANDARD = (
     *("configuration", "global_batch", "epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "callbacks"),
     *("optimizer_states", "lr_schedulers", "schedules_as_built", "position", "threads", "training_samples", "MixedPrecision"),
