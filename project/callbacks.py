@@ -64,8 +64,8 @@ def with_ours(
     watchdogs, dashboards, (profile, *_) = those(Watchdog), those(Dashboard), those(Profile)
     assert isinstance(profile, Profile)
     # First, so that what the others do counts as progress or as a hang, and not as what was before.
-    before = [*watchdogs, SaveFirst(), SearchOnce(), NonFinite(nonfinite), StepStatistics(exact), ChanceByMicroBatch()]
-    before.append(Monitored())
+    before = [*watchdogs, SaveFirst(), SearchOnce(), NonFinite(nonfinite)]
+    before += [StepStatistics(exact), ChanceByMicroBatch(), Monitored()]
     # Last, when nobody changes the weights of this step any more.
     after = [PredictionWriter(), StopTogether(SIGNALS, profile), *dashboards, Pictures()]
     after += [Rehearsal(), *([Fingerprints(exact, ranks_differ)] if fingerprints else []), profile]

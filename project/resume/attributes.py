@@ -66,9 +66,9 @@ def values(trainer: Trainer) -> Iterator[tuple[str, object]]:
         yield from ((f"{name}.{attribute}", value) for attribute, value in _values(owner).items())
 
 
-def changed_attributes(trainer: Trainer, before: Attributes) -> dict[str, bytes]:
+def changed_attributes(now: Attributes, before: Attributes) -> dict[str, bytes]:
     """Returns the digests of attributes that have changed since `before`, by name: 'owner.attribute'."""
-    now, earlier = attributes(trainer), by_name(before)
+    earlier = by_name(before)
     return {
         name: digest
         for name, digest in by_name({owner: values for owner, values in now.items() if owner in before}).items()
@@ -83,7 +83,7 @@ def by_name(attributes: Attributes) -> dict[str, bytes]:
 
 def unsaved_attributes(trainer: Trainer, before: Attributes, checkpoint: StateDict) -> list[str]:
     """Returns the names of attributes that have changed since `before`, and that a checkpoint of now does not hold."""
-    changed = changed_attributes(trainer, before)
+    changed = changed_attributes(attributes(trainer), before)
     if not changed:  # what is saved may be large, and is looked at for these alone
         return []
     digests = Digests(_saved_elsewhere(trainer))
@@ -174,9 +174,9 @@ def _values(owner: object) -> dict[str, object]:
         name: value
         for name, value in {**shared, **getattr(owner, "__dict__", {})}.items()
         if name not in aside
-        and not name.startswith("_ddp")
-        and not is_method(name, value)  # torch's
-        and not (name == "_hparams" and value == {})  # it is made where somebody looks for it
+        and not name.startswith("_ddp")  # torch's
+        and not is_method(name, value)
+        and not (name == "_hparams" and isinstance(value, dict) and not value)  # it is made where somebody looks for it
     }
 
 

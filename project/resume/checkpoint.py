@@ -104,7 +104,7 @@ class Resuming(_CheckpointConnector):
             checkpoint["logged_names"] = [name for name in checkpoint["callback_metrics"] if name in logged]
             # They may go by a rank's own micro-batches, and exact checkpoints have the same bytes on any number of ranks.
             if not typed(self.trainer).exact:
-                checkpoint["changed_values"] = changed_attributes(self.trainer, self.values_as_built)
+                checkpoint["changed_values"] = changed_attributes(attributes(self.trainer), self.values_as_built)
             checkpoint["states_of_ranks"] = _gather_states_of_ranks(self.trainer, checkpoint)
         return checkpoint
 

@@ -81,11 +81,13 @@ class Rehearsal(Callback):
         if self._after_first:
             self._compare_micro_batches(trainer)
         elif self._before and not self._micro_batches_compared and batch_idx % trainer.accumulate_grad_batches == 1:
-            self._changed_by_first, self._after_first = changed_attributes(trainer, self._before), attributes(trainer)
+            self._after_first = attributes(trainer)
+            self._changed_by_first = changed_attributes(self._after_first, self._before)
 
     def _compare_micro_batches(self, trainer: Trainer) -> None:
+        """Warns of values that the first step's first two micro-batches have changed, each of them."""
         if self._after_first:
-            changed = changed_attributes(trainer, self._after_first)
+            changed = changed_attributes(attributes(trainer), self._after_first)
             self._after_first, self._micro_batches_compared = {}, True
             _warn(
                 "changes with each micro-batch of a rank, and not once a step: on another number of ranks it is another one. "

@@ -15,6 +15,7 @@ from project.errors import TRY_AGAIN
 EXIT_CODES = {number: 128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
 ENDING = (*EXIT_CODES, signal.SIGQUIT)
 """The signals that request a process to end: launchers pass them on, and who ends by them has not failed."""
+_SAME = 2.0  # seconds: a terminal and a launcher may both pass on one Ctrl-C
 
 
 def code_of_rank(returncode: int) -> int:
@@ -22,9 +23,6 @@ def code_of_rank(returncode: int) -> int:
     little about this one as an exit code of 75. It may only have noticed what another rank does.
     """
     return TRY_AGAIN if returncode == -signal.SIGABRT else returncode
-
-
-_SAME = 2.0  # seconds: a terminal and a launcher may both pass on one Ctrl-C
 
 
 class Signals:

@@ -80,9 +80,25 @@ def ended(program: str, **extra: str) -> int:
 ABORTS = "threading.Timer(0.5, ctypes.CDLL(None).abort).start(); os.read(os.pipe()[0], 1)"
 
 
-@pytest.mark.parametrize("program", [ABORTS, "os.kill(os.getpid(), signal.SIGSEGV)", f"os.fork()\n{ABORTS}"])
-def test_a_process_that_crashes_leaves_no_core_dump(tmp_path: Path, program: str) -> None:
-    assert ended(program) in (-signal.SIGABRT, -signal.SIGSEGV)
+# With Python's lock held no Python code can run any more, so that a handler of C's aborts.
+LOCKED = (
+    "ctypes.CDLL(None).alarm(1); ctypes.CDLL(None).signal(14, ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p)); "
+    "ctypes.PyDLL(None).pause()"
+)
+FORKS = "child = os.fork()\nif child: sys.exit(os.WTERMSIG(os.waitpid(child, 0)[1]))\nos.abort()"
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        (ABORTS, -signal.SIGABRT),
+        (LOCKED, -signal.SIGABRT),
+        (FORKS, signal.SIGABRT),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", -signal.SIGSEGV),
+    ],
+)
+def test_a_process_that_crashes_leaves_no_core_dump(tmp_path: Path, program: str, code: int) -> None:
+    assert ended(program) == code
     assert not list(tmp_path.iterdir())
 
 
