@@ -168,14 +168,10 @@ NO_NAMES = {
     *("goes_on", "word", "news"),
 }
 NO_SENTENCE = re.compile(r"(Of|What|And|As|With|Into|Who|In which)\b")
-TO_BE_REPLACED = {"launch/early_start.py"}
-"""Parts that a library or a simpler way is to take the place of: their words go with them."""
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_names_and_docstrings_are_plain(file):
-    if str(file.relative_to(PACKAGE)) in TO_BE_REPLACED:
-        pytest.skip("to be replaced")
     wrong = []
     for node in ast.walk(ast.parse(file.read_text())):
         names = [getattr(node, field, None) for field in ("id", "attr", "arg", "name")]

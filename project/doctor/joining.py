@@ -1,5 +1,5 @@
-"""Checks a host before it joins a run again: python -m project.doctor.joining RANKS prints what makes it unfit, and exits
-with 69.
+"""Checks a host before it joins a run again: python -m project.doctor.joining RANKS [WORDS] prints what makes it unfit, and
+exits with 69, or else runs Python with these words. Slurm requeues the job without an unfit host, if there are others.
 
 It takes seconds, needs no other host and looks at what breaks a host: its memory and its devices, by a product whose result is
 known; the working directory's disk and /dev/shm, by a file; its GPUs, by their number and the errors that NVIDIA's library
@@ -9,6 +9,7 @@ is checked when they meet.
 
 import errno
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -22,6 +23,7 @@ import torch
 from project.cluster import gpu
 from project.cluster.place import host
 from project.errors import LEFT_OUT
+from project.survive.requeue import REQUEUE
 
 _SIZE, _TIMES = 1024, 8  # of the matrices, and how often they are multiplied: a second on one slow core
 _BYTES = 1 << 20
@@ -90,12 +92,19 @@ def reasons(folder: Path) -> list[str]:
 
 
 def main() -> int:
-    """Prints what makes this host unfit, and returns the exit code."""
+    """Prints what makes this host unfit, and returns the exit code; runs what was to follow, if it is fit."""
     ranks, gpus = int(sys.argv[1]), torch.cuda.device_count()
     unfit = [f"{ranks} ranks, and {gpus} GPU(s)"] if 0 < gpus < ranks else reasons(Path.cwd())
     if unfit:
         print(f"{host()} is unfit, and does not join the run: {'; '.join(unfit)}.", flush=True)
-    return LEFT_OUT if unfit else 0
+        if REQUEUE.exclude([node := os.environ.get("SLURMD_NODENAME", "")]):
+            print(f"The job goes back into the queue: Slurm starts it without {node}.", flush=True)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which Slurm ends this, before the node is excluded
+            REQUEUE.requeue()
+        return LEFT_OUT
+    if sys.argv[2:]:
+        os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+    return 0
 
 
 if __name__ == "__main__":

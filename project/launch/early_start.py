@@ -1,9 +1,8 @@
-"""Plain Python starts the ranks of this host at once, and not when rank 0 has loaded its libraries, which takes seconds.
+"""Starts ranks 1 and up of this host together with rank 0 under plain Python, and not seconds later, when rank 0 has loaded its
+libraries.
 
-How many there will be is read from the words and the YAML before anything is loaded. When the configuration is resolved, `keep`
-compares: after a wrong guess these processes end, and Lightning starts the ranks when it comes to that.
-
-Imports nothing heavy: this comes before PyTorch is loaded.
+Their number is read from the command line and the YAML before PyTorch is loaded, so nothing heavy is imported here. When the
+configuration is resolved, `keep` compares: after a wrong guess these processes end, and Lightning starts the ranks later.
 """
 
 import os
@@ -22,18 +21,18 @@ from project.config_files import documents, expand, run_config, setting
 from project.launch.sweep import with_trial
 
 _MARK = "PROJECT_EARLY_RANKS"
-_OURS = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Who sets one of these starts the ranks by itself, or wants to be asked.
-LAUNCHERS = {*_OURS, _MARK, "RANK", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PROJECT_SUPERVISED"}
+_SET_HERE = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# An environment with one of these variables belongs to a launcher, which starts the ranks.
+LAUNCHERS = {*_SET_HERE, _MARK, "RANK", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PROJECT_SUPERVISED"}
 _VERBS = ("fit", "validate", "test", "predict", "doctor")
 _GRACE = 20.0  # seconds that rank 0 has to end by itself when another rank has failed
 
 processes: list["subprocess.Popen[bytes]"] = []
-"""Ranks 1 and up, of rank 0; none where they were not started early."""
+"""The processes of ranks 1 and up, in rank 0; none where they were not started early."""
 
 
 def ranks(devices: object, accelerator: object, gpus: int) -> int:
-    """The processes that `trainer.devices` means on this host, or 0 where this is not known."""
+    """Returns how many processes `trainer.devices` means on this host, or 0 where this is not known."""
     on_cpu = accelerator == "cpu" or (accelerator in (None, "auto") and not gpus)
     if devices in (None, "auto", -1, "-1"):
         return 1 if on_cpu else gpus
@@ -43,7 +42,7 @@ def ranks(devices: object, accelerator: object, gpus: int) -> int:
 
 
 def starts_ranks(strategy: object) -> bool:
-    """Whether Lightning starts processes for this `trainer.strategy` as is done here; for some it forks."""
+    """Returns whether Lightning would start processes for this `trainer.strategy` as `start` does; for some it forks."""
     named = strategy.get("class_path") if isinstance(strategy, Mapping) else strategy
     if type(strategy).__name__ == "Sharded" or named in ("sharded", "sharded_node", "sharded_gradients", "project.Sharded"):
         return True
@@ -51,18 +50,18 @@ def starts_ranks(strategy: object) -> bool:
 
 
 def gpus() -> int:
-    """NVIDIA's, without asking their driver."""
+    """Returns the number of NVIDIA's GPUs, without their driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     here = sum(1 for file in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", file.name))
-    return here if visible is None else min(here, len([one for one in visible.split(",") if one.strip()]))
+    return here if visible is None else min(here, len([device for device in visible.split(",") if device.strip()]))
 
 
 def free_port() -> int:
-    """Of those that no connection takes by chance before the ranks come to it: a system gives these out from 32768 on."""
+    """Returns a free port that no connection takes by chance before the ranks use it: a system assigns those from 32768 on."""
     for _ in range(100):
         port = random.SystemRandom().randrange(15_000, 32_000)
-        with suppress(OSError), socket.socket() as one:
-            one.bind(("127.0.0.1", port))
+        with suppress(OSError), socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
             return port
     raise RuntimeError("none of a hundred ports is free")
 
@@ -80,7 +79,7 @@ def early_settings(words: list[str], section: str, *names: str) -> dict[str, obj
 
 
 def start(words: list[str]) -> None:
-    """Starts ranks 1 and up of a command line, if there will be any, with the environment that Lightning would give them."""
+    """Starts ranks 1 and up of a command line, if it has any, with the environment that Lightning would give them."""
     if not words or words[0] not in _VERBS or not LAUNCHERS.isdisjoint(os.environ):
         return
     settings = early_settings(words, "trainer", "strategy", "devices", "accelerator")
@@ -97,7 +96,7 @@ def start(words: list[str]) -> None:
 
 
 def keep(strategy: object, devices: object, accelerator: object, count_gpus: Callable[[], int]) -> None:
-    """Whether so many ranks are right is known now, by the resolved settings; called by all of them."""
+    """Keeps the ranks that `start` has started if the resolved settings want as many, or ends them. All ranks call it."""
     count = int(os.environ.pop(_MARK, "1"))
     if count == 1:
         return
@@ -106,14 +105,14 @@ def keep(strategy: object, devices: object, accelerator: object, count_gpus: Cal
             threading.Thread(target=_observe, name="early-ranks", daemon=True).start()
         return
     if os.environ["LOCAL_RANK"] != "0":
-        os._exit(0)  # it was not needed, and rank 0 goes on without it
+        os._exit(0)  # rank 0 continues without this rank
     end()
-    for name in _OURS:
+    for name in _SET_HERE:
         del os.environ[name]
 
 
 def undecided() -> bool:
-    """Whether this process was started early, and it is not known yet if it is needed."""
+    """Returns whether this process was started early, and the configuration, which may not need it, is not resolved yet."""
     return _MARK in os.environ and os.environ.get("LOCAL_RANK") != "0"
 
 
@@ -136,7 +135,7 @@ def end() -> None:
 
 
 def _observe() -> None:
-    """A rank that failed takes rank 0 along, which may be in a call that never ends."""
+    """Ends rank 0 some seconds after another rank has failed: it may be in a call that never ends."""
     watched = list(processes)
     while not any(process.poll() for process in watched):  # 0 is a good end
         if all(process.poll() == 0 for process in watched):

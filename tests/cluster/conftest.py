@@ -25,8 +25,8 @@ def hosts(three_hosts: Hosts) -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    """Three nodes."""
-    with Slurm(3, tmp_path_factory.mktemp("slurm")) as cluster:
+    """Four nodes."""
+    with Slurm(4, tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
 
 

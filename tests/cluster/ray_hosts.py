@@ -21,7 +21,7 @@ import pytest
 
 from tests.cluster.hosts import Hosts
 from tests.cluster.machine import LONG, missing, wait_until
-from tests.conftest import environment
+from tests.conftest import ROOT, environment
 
 ADDRESS = "10.77.0.1:6390"
 _RAY = (sys.executable, "-m", "ray.scripts.scripts")
@@ -83,6 +83,7 @@ class RayHosts:
         self.environment = environment(
             RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(folder / "token"), RAY_worker_niceness="0", OMP_NUM_THREADS="1",
             RAY_USAGE_STATS_ENABLED="0", GLOO_SOCKET_IFNAME="eth0", HOME=str(folder),
+            PYTHONPATH=f"{ROOT}:{ROOT}/tests/cluster/broken_disk",
         )  # fmt: skip
 
     def __enter__(self) -> "RayHosts":

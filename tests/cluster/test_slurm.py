@@ -43,22 +43,31 @@ def test_a_task_that_is_killed_is_replaced_by_its_supervisor(alone, slurm, tmp_p
 
 
 def test_a_job_whose_node_loses_ranks_again_and_again_is_started_without_it(alone, slurm, tmp_path):
-    """The second of two nodes loses its rank twice, which is all that `recover.restarts` allows. There is a third."""
+    """The second of two nodes loses its rank twice, which is all that `recover.restarts` allows. The third is unfit. There is a
+    fourth.
+    """
+    (tmp_path / "unfit").write_text("h3")
     words = (*FIT[1:], faults({"rank": 1, "step": 7}, {"rank": 1, "step": 20}), "--recover.restarts=1", "--recover.strikes=2")
-    job = slurm.submit(str(ROOT / "scripts/slurm.sbatch"), *words, cwd=tmp_path, env=settings())
+    variables = settings()
+    variables["PYTHONPATH"] += f":{ROOT}/tests/cluster/broken_disk"
+    job = slurm.submit(str(ROOT / "scripts/slurm.sbatch"), *words, cwd=tmp_path, env=variables)
     log = tmp_path / f"slurm-{job}.log"
     why = partial(slurm.why, job, log)
     wait_until(lambda: slurm.job(job)["JobState"] in ("COMPLETED", "FAILED"), LONG, why, every=0.3)
     (line,) = [line for line in log.read_text().splitlines() if "h2 has lost ranks 2 times within an hour" in line]
     assert line.endswith("The job is back in the queue. When this run requeues the job, Slurm starts it without n2."), why()
     shown = slurm.job(job)
-    assert [shown[name] for name in ("JobState", "Restarts", "NodeList", "ExcNodeList")] == ["COMPLETED", "1", "n[1,3]", "n2"]
+    assert [shown[name] for name in ("JobState", "Restarts")] == ["COMPLETED", "2"], why()
+    assert [shown[name] for name in ("NodeList", "ExcNodeList")] == ["n[1,4]", "n2,n3"], why()
+    broken = f"a file in {tmp_path}: Input/output error; a file in /dev/shm: Input/output error"
+    unfit = f"h3 is unfit, and does not join the run: {broken}."
+    assert f"{unfit}\nThe job goes back into the queue: Slurm starts it without n3.\n" in log.read_text(), why()
     assert_same_curve(tmp_path, alone)
     assert [*tmp_path.glob("lightning_logs/.*")] == []
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("words", [["--exclude=n3"], ["--nodelist=n1,n2"], ["--no-requeue"]])
+@pytest.mark.parametrize("words", [["--exclude=n[3-4]"], ["--nodelist=n1,n2"], ["--no-requeue"]])
 def test_a_job_that_would_wait_for_other_nodes_for_ever_is_not_requeued(slurm, tmp_path, words):
     lost = faults({"rank": 1, "step": 7}, {"rank": 1, "step": 20})
     given = (*words, str(ROOT / "scripts/slurm.sbatch"), *FIT[1:], lost, "--recover.restarts=1", "--recover.strikes=2")

@@ -95,8 +95,13 @@ class Start:
         return "; ".join(texts) or "not all ranks have ended"
 
     def left_out(self) -> set[str]:
-        """Returns the hosts that have lost too many ranks, as their supervisors say by their exit code."""
+        """Returns the hosts that have lost too many ranks, or are unfit, as their supervisors say by their exit code."""
         return {self.hosts[rank] for rank, code in self.codes.items() if code == LEFT_OUT}
+
+    def fit_hosts(self) -> set[str]:
+        """Returns the hosts that were in use, and on which no rank was lost or failed."""
+        suspects = {rank for rank, code in self.codes.items() if code not in (0, TRY_AGAIN, *STOPPED)} | self.lost.keys()
+        return {*self.hosts} - {self.hosts[rank] for rank in suspects}
 
     def end(self, signals: Sequence[int]) -> int | None:
         """Returns the exit code of a run that is over; None where the ranks have failed, or were stopped to be placed anew."""
@@ -120,6 +125,7 @@ class Fit:
     def __init__(self, options: argparse.Namespace, signals: Sequence[int]) -> None:
         self._options, self._signals = options, signals
         self._room = Room(options)
+        self._fit_hosts: set[str] | None = None  # those that need no check when they join; None: any, at the first start
 
     def run(self) -> int:
         """Starts the training until it has ended, and returns its exit code."""
@@ -139,12 +145,13 @@ class Fit:
                 remove_placement_group(group)  # ends the actors, and so the ranks
             if (code := start.end(self._signals)) is not None:
                 return code
+            self._fit_hosts = start.fit_hosts()
             if start.moved and not start.lost and set(start.codes.values()) <= {*STOPPED, TRY_AGAIN}:
                 self.say("INFO", f"Ray starts the workers again: {start.moved}.")
                 continue
             if bad := start.left_out():
                 self._room.leave_out(bad)
-                self.say("WARNING", f"Ray starts the workers again without {', '.join(sorted(bad))} (recover.strikes).")
+                self.say("WARNING", f"Ray starts the workers again without {', '.join(sorted(bad))}.")
                 continue
             failures += 1
             if 0 <= most < failures:
@@ -208,9 +215,12 @@ class Fit:
             common |= {"MASTER_ADDR": places[0].address, "MASTER_PORT": str(places[0].port)}
             variables = layout(nodes, [place.gpus for place in places])
             starts = [
-                supervisor.start.remote(self._options.words, common | own, nodes.count(node), self._options.cwd)
-                for supervisor, own, node in zip(actors, variables, nodes, strict=True)
-            ]
+                supervisor.start.remote(
+                    self._options.words, common | own, nodes.count(node), self._options.cwd,
+                    own["LOCAL_RANK"] == "0" and self._fit_hosts is not None and host not in self._fit_hosts,
+                )
+                for supervisor, own, node, host in zip(actors, variables, nodes, start.hosts, strict=True)
+            ]  # fmt: skip
             ray.get(starts, timeout=_ANSWER)
         except ray.exceptions.RayError as error:
             start.lost[0] = last_line(error)

@@ -39,14 +39,17 @@ class Supervisor:
             port, gpus = listener.getsockname()[1], os.environ.get("CUDA_VISIBLE_DEVICES", "")
             return Place(socket.gethostname(), ray.util.get_node_ip_address(), port, gpus)
 
-    def start(self, words: Sequence[str], environment: Mapping[str, str], ranks: int, cwd: str) -> None:
-        """Starts the process with this on top of the actor's environment; `ranks` share the host's cores."""
+    def start(self, words: Sequence[str], environment: Mapping[str, str], ranks: int, cwd: str, is_checked: bool) -> None:
+        """Starts the process, which first checks the host if `is_checked`, with this on top of the actor's environment; `ranks`
+        share the host.
+        """
+        check = ("-m", "project.doctor.joining", str(ranks)) if is_checked else ()
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, 0)  # Ray starts its workers at nice 15 unless RAY_worker_niceness says otherwise
         before = signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT, and a child inherits that
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "project", *words], cwd=cwd, stdin=subprocess.DEVNULL,
+                [sys.executable, *check, "-m", "project", *words], cwd=cwd, stdin=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": str(cores(ranks)), **environment},
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 start_new_session=True,  # a terminal's Ctrl-C comes by way of the driver, and once
