@@ -44,21 +44,21 @@ if [[ $NNODES == *:* ]]; then
 else
   number NNODES "$NNODES"
 fi
-least=${NNODES%:*} most=${NNODES#*:}
-[ "$least" -ge 1 ] || fail "NNODES must be at least 1."
-[ "$least" -le "$most" ] || fail "NNODES=$NNODES: its first number, the least, is greater than the other."
+min_nodes=${NNODES%:*} max_nodes=${NNODES#*:}
+[ "$min_nodes" -ge 1 ] || fail "NNODES must be at least 1."
+[ "$min_nodes" -le "$max_nodes" ] || fail "NNODES=$NNODES: its first number, the least, is greater than the other."
 if [ -n "$elastic" ]; then
   export PROJECT_NODES=$NNODES  # each of these numbers has to make the global batch
   [ -n "${MASTER_ADDR:-}" ] || fail "NNODES=$NNODES, and MASTER_ADDR is not set. HINT: the name or address of a node that stays."
   [ -n "${RUN_ID:-}" ] || [[ " $* " == *" --run"[=\ ]* ]] ||
     fail "NNODES=$NNODES, and RUN_ID is not set. HINT: a name for this run, the same on all nodes: RUN_ID=$(date +%Y%m%d-%H%M)"
-elif [ "$most" -gt 1 ]; then
+elif [ "$max_nodes" -gt 1 ]; then
   [ -n "${NODE_RANK:-}" ] || fail "NNODES=$NNODES, and NODE_RANK is not set. HINT: 0 on the first node, 1 on the second, ..."
   [ -n "${MASTER_ADDR:-}" ] || fail "NNODES=$NNODES, and MASTER_ADDR is not set. HINT: the name or address of the node with NODE_RANK=0."
 fi
 if [ -n "${NODE_RANK:-}" ]; then
   number NODE_RANK "$NODE_RANK"
-  [ "$NODE_RANK" -lt "$most" ] || fail "NODE_RANK=$NODE_RANK, and the last of NNODES=$NNODES nodes is $((most - 1))."
+  [ "$NODE_RANK" -lt "$max_nodes" ] || fail "NODE_RANK=$NODE_RANK, and the last of NNODES=$NNODES nodes is $((max_nodes - 1))."
 fi
 [[ ${RUN_ID:-a} =~ ^[A-Za-z0-9_.-]+$ ]] || fail "RUN_ID is made of letters, digits, '.', '_' and '-', and '$RUN_ID' is not."
 MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}
@@ -94,13 +94,13 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # The agents end one after the other, and each would tell at length that the store of the first has gone.
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 
-if [ "$most" -gt 1 ]; then
+if [ "$max_nodes" -gt 1 ]; then
   # torchrun would guess both from the host's name: wrongly where it resolves to 127.0.1.1, or not at all.
   # In Kubernetes a name is known only when its pod has been started: there it is waited for, and being late is no usage error.
   patience=0
   [ -z "${KUBERNETES_SERVICE_HOST:-}" ] || patience=$JOIN_TIMEOUT
-  mine=$("$python" -m project.cluster.interfaces "$MASTER_ADDR" "$patience") || exit $((patience ? 1 : 2))
-  read -r address is_master <<<"$mine"
+  interface=$("$python" -m project.cluster.interfaces "$MASTER_ADDR" "$patience") || exit $((patience ? 1 : 2))
+  read -r address is_master <<<"$interface"
   [ -z "${NODE_RANK:-}" ] || is_master=$((NODE_RANK == 0))
   # A node is lost when its agent has not spoken for 10 s; the others then wait 15 s for more to come.
   conf=is_host=$is_master,join_timeout=$JOIN_TIMEOUT,last_call_timeout=15,keep_alive_interval=2,keep_alive_max_attempt=5
@@ -131,7 +131,7 @@ cat <<TABLE
   processes a node   $NPROC_PER_NODE
   this node          ${NODE_RANK:+$NODE_RANK }($this)
 TABLE
-[ "$most" -eq 1 ] || echo "  master             $MASTER_ADDR:$MASTER_PORT"
+[ "$max_nodes" -eq 1 ] || echo "  master             $MASTER_ADDR:$MASTER_PORT"
 
 # A host that was lost and comes back: does it work? It takes seconds; exit code 69 is a host that the run does without.
 if [ -n "$elastic" ]; then
@@ -146,7 +146,7 @@ cores=$("$python" -c 'from project.cluster.cores import cores; print(cores('"$NP
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$cores}
 
 # torchrun would wait ten minutes for a node that does not come, and not say which.
-if [ "$most" -gt 1 ] && [ -z "$elastic" ]; then
+if [ "$max_nodes" -gt 1 ] && [ -z "$elastic" ]; then
   "$python" -m project.cluster.rendezvous --node-rank "$NODE_RANK" --nodes "$NNODES" \
     --address "$MASTER_ADDR" --port "$MASTER_PORT" --processes "$NPROC_PER_NODE" --seconds "$JOIN_TIMEOUT"
 fi

@@ -39,8 +39,10 @@ def wanted(extras: list[str]) -> set[str]:
 
 def entries() -> list[tuple[str, str, set[str]]]:
     """Each entry of the lock: its name, its text, and the names of those which need it."""
-    found = re.findall(r"^(\S.*(?:\n    --hash=.*)+)((?:\n +#.*)*)", (HERE / "lock.txt").read_text(), re.MULTILINE)
-    return [(name_of(text), text, {name_of(word) for word in re.findall(r"# +(?:via +)?(\S+)", why)}) for text, why in found]
+    matches = re.findall(r"^(\S.*(?:\n    --hash=.*)+)((?:\n +#.*)*)", (HERE / "lock.txt").read_text(), re.MULTILINE)
+    return [
+        (name_of(text), text, {name_of(parent) for parent in re.findall(r"# +(?:via +)?(\S+)", why)}) for text, why in matches
+    ]
 
 
 def main() -> None:
@@ -48,8 +50,8 @@ def main() -> None:
     needed = wanted([extra for extra in "".join(sys.argv[1:]).split(",") if extra])
     if missing := needed - {name for name, _, _ in locked}:
         sys.exit(f"scripts/lock.txt lacks {', '.join(sorted(missing))}. HINT: scripts/lock makes it anew")
-    while more := {name for name, _, parents in locked if parents & needed} - needed:
-        needed |= more
+    while added := {name for name, _, parents in locked if parents & needed} - needed:
+        needed |= added
     print(*(text for name, text, _ in locked if name in needed), sep="\n")
 
 

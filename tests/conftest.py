@@ -79,8 +79,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("faults"):
                 item.add_marker(pytest.mark.skip(reason="one of many, or of the longest: scripts/test --faults"))
-    asked = any(Path(one.partition("::")[0]).is_file() for one in config.args) or config.getoption("-k")
-    if config.getoption("--all") or config.getoption("--faults") or asked:
+    named = any(Path(argument.partition("::")[0]).is_file() for argument in config.args) or config.getoption("-k")
+    if config.getoption("--all") or config.getoption("--faults") or named:
         return
     left = {item for item in items if item.get_closest_marker("slow") or item.get_closest_marker("timed")}
     items[:] = [item for item in items if item not in left]
@@ -203,7 +203,7 @@ def forked(
     environments = [{**shared, **extra, "LOCAL_RANK": str(rank)} for rank in range(ranks)] if ranks > 1 else [extra]
     if ranks > 1:
         words = (*words, f"--trainer.devices={ranks}")
-    processes = [fork(program, folder, *words, output=output, context=context, **one) for one in environments]
+    processes = [fork(program, folder, *words, output=output, context=context, **variables) for variables in environments]
     running = {process.sentinel: process for process in processes} if one_machine else {}
     while running:
         ended = [running.pop(sentinel) for sentinel in connection.wait(list(running), timeout)]

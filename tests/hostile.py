@@ -90,7 +90,7 @@ class Case(NamedTuple):
 def cases(count: int) -> list[Case]:
     """So many, of each kind some."""
     some = ("random bytes", "a pipe", "a link to /dev/zero", "a link to a file outside", "a folder")
-    found = [Case(file, way, 0) for files, ways in ((FILES, WAYS), (ALSO, some)) for file in files for way in ways]
+    chosen = [Case(file, way, 0) for files, ways in ((FILES, WAYS), (ALSO, some)) for file in files for way in ways]
     values = (
         "life.jsonl",
         "fingerprints.jsonl",
@@ -102,11 +102,11 @@ def cases(count: int) -> list[Case]:
         "checkpoint",
     )
     seed = 1
-    while len(found) < max(count, 200):
-        found += [Case(file, "another value", seed) for file in values] + [Case(file, "cut", seed) for file in FILES[:7]]
+    while len(chosen) < max(count, 200):
+        chosen += [Case(file, "another value", seed) for file in values] + [Case(file, "cut", seed) for file in FILES[:7]]
         seed += 1
-    random.Random(0).shuffle(found)
-    return found[:count]
+    random.Random(0).shuffle(chosen)
+    return chosen[:count]
 
 
 def harm(folder: Path, case: Case, outside: Path) -> None:
@@ -164,7 +164,7 @@ def _changed_lines(path: Path, content: bytes, chance: random.Random) -> None:
         documents, lines = [json.loads(line) for line in content.splitlines()], True
     for document in chance.sample(documents, min(2, len(documents))):
         _change(document, chance)
-    path.write_text("".join(json.dumps(one) + "\n" for one in documents) if lines else json.dumps(documents[0]))
+    path.write_text("".join(json.dumps(document) + "\n" for document in documents) if lines else json.dumps(documents[0]))
 
 
 def _changed_yaml(path: Path, content: bytes, chance: random.Random) -> None:
@@ -175,7 +175,7 @@ def _changed_yaml(path: Path, content: bytes, chance: random.Random) -> None:
     path.write_text(yaml.safe_dump(document))
 
 
-def _asked(path: Path, content: bytes, chance: random.Random) -> None:
+def _changed_request(path: Path, content: bytes, chance: random.Random) -> None:
     request = {"steps": 1, "ranks": [0], "memory": False}
     request[chance.choice(list(request))] = chance.choice(VALUES)
     path.write_text(json.dumps(request))
@@ -231,7 +231,7 @@ def _odd_checkpoint(path: Path, content: bytes, chance: random.Random) -> None:
 
 
 _CHANGED: dict[str, Callable[[Path, bytes, random.Random], None]] = {
-    **{"config.yaml": _changed_yaml, "profile.json": _asked, "loggers.json": _identified, "events": _odd_events},
+    **{"config.yaml": _changed_yaml, "profile.json": _changed_request, "loggers.json": _identified, "events": _odd_events},
     "checkpoint": _odd_checkpoint,
 }
 

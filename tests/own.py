@@ -107,8 +107,8 @@ class Contrasts(Regression):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         outputs = self.network(batch["point"])
-        everybodys = self.all_gather(outputs, sync_grads=True)
-        return super().training_step(batch, batch_idx) + 0 * everybodys.sum()
+        gathered = self.all_gather(outputs, sync_grads=True)
+        return super().training_step(batch, batch_idx) + 0 * gathered.sum()
 
 
 class Stepwise(Regression):
@@ -153,9 +153,9 @@ class Duel(Regression):
         self.count(batch)
 
     def configure_optimizers(self) -> Any:
-        one = torch.optim.AdamW(self.network.parameters(), lr=self.lr)
-        other = torch.optim.SGD(self.critic.parameters(), lr=self.lr, momentum=0.9)
-        return [one, other], [torch.optim.lr_scheduler.ExponentialLR(one, 0.7)]
+        optimizer = torch.optim.AdamW(self.network.parameters(), lr=self.lr)
+        critic_optimizer = torch.optim.SGD(self.critic.parameters(), lr=self.lr, momentum=0.9)
+        return [optimizer, critic_optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
 
 
 class Sparse(Regression):
@@ -166,8 +166,8 @@ class Sparse(Regression):
         self.words = nn.Embedding(10, 2, sparse=True).double()
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        word = self.words((batch["point"][:, 0].abs() * 3).long().clamp(max=9))
-        return self.loss(batch) + word.square().mean()
+        vectors = self.words((batch["point"][:, 0].abs() * 3).long().clamp(max=9))
+        return self.loss(batch) + vectors.square().mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01)
@@ -177,18 +177,18 @@ class Uneven(IterableDataset[dict[str, Any]]):
     """Rank 0 has 3 points, and each other rank 5 more than the one before it."""
 
     def __init__(self) -> None:
-        self._mine = range(3 + 5 * (dist.get_rank() if dist.is_initialized() else 0))
+        self._numbers = range(3 + 5 * (dist.get_rank() if dist.is_initialized() else 0))
 
     def __iter__(self) -> Any:
         points = Points(100)
-        return (points[number] for number in self._mine)
+        return (points[number] for number in self._numbers)
 
 
 class Sized(Uneven):
     """It says how many."""
 
     def __len__(self) -> int:
-        return len(self._mine)
+        return len(self._numbers)
 
 
 class UnevenData(PointsData):
@@ -210,7 +210,9 @@ class Talkative(LightningModule):
         self.before, self.recurrent = nn.Linear(6, 24), nn.LSTM(1, 12, batch_first=True)
         self.after = nn.Sequential(nn.LayerNorm(36), nn.GELU(), nn.Dropout(0.1), nn.Linear(36, 1))
         self.error, self.listed = MeanSquaredError(), SpearmanCorrCoef()
-        self.many = MetricCollection({"mse": MeanSquaredError(), "r2": R2Score(), "mae": MeanAbsoluteError()}, prefix="many/")
+        self.collection = MetricCollection(
+            {"mse": MeanSquaredError(), "r2": R2Score(), "mae": MeanAbsoluteError()}, prefix="many/"
+        )
         self.weighted, self.own_count, self.seen = MeanMetric(), MeanMetric(), CatMetric()
         self.best, self.scale = MinMetric(), 1.0
 
@@ -219,19 +221,19 @@ class Talkative(LightningModule):
 
     def forward(self, point: Tensor) -> Tensor:
         _, (hidden, _) = self.recurrent(point.unsqueeze(-1))
-        found: Tensor = self.after(torch.cat([self.before(point), hidden[0]], 1))
-        return found
+        prediction: Tensor = self.after(torch.cat([self.before(point), hidden[0]], 1))
+        return prediction
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         point, target = batch["point"].float(), batch["sum"].float()
         share = float(np.random.beta(0.4, 0.4)) * random.random()
-        found = self(share * point + (1 - share) * point.roll(1, 0))
-        loss = nn.functional.smooth_l1_loss(found, target)
+        prediction = self(share * point + (1 - share) * point.roll(1, 0))
+        loss = nn.functional.smooth_l1_loss(prediction, target)
         self.log("loss", loss, on_step=True, on_epoch=True)
-        self.log_dict({"most": found.max(), "fewest": found.min()}, on_step=True, on_epoch=True, reduce_fx="max")
-        self.log("least", found.min(), reduce_fx="min", on_epoch=True)
+        self.log_dict({"most": prediction.max(), "fewest": prediction.min()}, on_step=True, on_epoch=True, reduce_fx="max")
+        self.log("least", prediction.min(), reduce_fx="min", on_epoch=True)
         self.log("samples", float(len(point)), reduce_fx="sum", on_step=True, on_epoch=True, sync_dist=True)
-        self.error(found, target)
+        self.error(prediction, target)
         self.log("error", self.error, on_step=True, on_epoch=True)
         self.own_count.update(loss.detach())
         for kind in (target * 2).long().unique().tolist():  # which micro-batch has which, chance says
@@ -241,10 +243,10 @@ class Talkative(LightningModule):
         return loss * self.scale
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        norm = torch.stack([one.grad.norm() for one in self.parameters() if one.grad is not None]).norm()
-        for one in self.parameters():
-            if one.grad is not None:
-                one.grad.add_(0.001 * torch.randn_like(one.grad))
+        norm = torch.stack([parameter.grad.norm() for parameter in self.parameters() if parameter.grad is not None]).norm()
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.add_(0.001 * torch.randn_like(parameter.grad))
         self.log("norm", norm, on_step=True, on_epoch=True)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -258,30 +260,33 @@ class Talkative(LightningModule):
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
         point, target = batch["point"].float(), batch["sum"].float()
-        found = self(point + 0.01 * torch.randn_like(point))
-        self.log("val_loss", nn.functional.mse_loss(found, target))
-        self.log("val_most", found.max(), reduce_fx=max)
-        self.many.update(found, target)
-        self.listed.update(found.flatten(), target.flatten())
-        self.weighted.update(found.flatten(), target.flatten().abs())
-        self.seen.update(found.flatten())
+        prediction = self(point + 0.01 * torch.randn_like(point))
+        self.log("val_loss", nn.functional.mse_loss(prediction, target))
+        self.log("val_most", prediction.max(), reduce_fx=max)
+        self.collection.update(prediction, target)
+        self.listed.update(prediction.flatten(), target.flatten())
+        self.weighted.update(prediction.flatten(), target.flatten().abs())
+        self.seen.update(prediction.flatten())
 
     def on_validation_epoch_end(self) -> None:
-        found = self.many.compute()
-        self.log_dict(found)
-        self.best.update(found["many/mse"])
+        metrics = self.collection.compute()
+        self.log_dict(metrics)
+        self.best.update(metrics["many/mse"])
         self.log("best", self.best.compute())
         self.log("drawn", torch.rand(()))
         self.log("rank_correlation", self.listed.compute())
         self.log("weighted", self.weighted.compute())
         seen = self.seen.compute()
         self.log("in_order", (seen * torch.arange(len(seen))).sum())
-        for metric in (self.many, self.listed, self.weighted, self.seen):
+        for metric in (self.collection, self.listed, self.weighted, self.seen):
             metric.reset()
 
     def configure_optimizers(self) -> Any:
-        decayed = [one for one in self.parameters() if one.ndim > 1]
-        groups = [{"params": decayed}, {"params": [one for one in self.parameters() if one.ndim < 2], "weight_decay": 0.0}]
+        decayed = [parameter for parameter in self.parameters() if parameter.ndim > 1]
+        groups = [
+            {"params": decayed},
+            {"params": [parameter for parameter in self.parameters() if parameter.ndim < 2], "weight_decay": 0.0},
+        ]
         optimizer = torch.optim.AdamW(groups, lr=0.01)
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "rank_correlation"}}

@@ -100,9 +100,9 @@ class Threads(Callback):
     @staticmethod
     def _names() -> str:
         names = []
-        for one in Path("/proc/self/task").iterdir():
+        for task in Path("/proc/self/task").iterdir():
             with suppress(OSError):  # it has ended meanwhile
-                names.append((one / "comm").read_text())
+                names.append((task / "comm").read_text())
         return "".join(names)
 
 
@@ -382,7 +382,7 @@ class LearningOnly(torch.optim.SGD):
     """An optimiser of what learns at the start: what is unfrozen later comes to it as a group of its own."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__([one for one in params if one.requires_grad], lr, momentum=0.9)
+        super().__init__([parameter for parameter in params if parameter.requires_grad], lr, momentum=0.9)
 
 
 class Backbone(BackboneFinetuning):
@@ -413,7 +413,7 @@ class Watcher(Callback):
         self.seen: dict[str, list[list[float]]] = {}
 
     def _look(self, hook: str, module: LightningModule) -> None:
-        norm = next(one for one in module.modules() if isinstance(one, torch.nn.BatchNorm2d))
+        norm = next(layer for layer in module.modules() if isinstance(layer, torch.nn.BatchNorm2d))
         self.seen.setdefault(hook, []).append(norm.running_var.tolist())
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -510,7 +510,7 @@ class TimeIsUp(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == self.step:
-            for timer in (one for one in trainer.callbacks if isinstance(one, Timer)):
+            for timer in (callback for callback in trainer.callbacks if isinstance(callback, Timer)):
                 timer.load_state_dict({"time_elapsed": {"train": 1e9, "sanity_check": 0.0, "validate": 0.0, "test": 0.0}})
 
 

@@ -38,7 +38,7 @@ def listeners(folder: Path) -> set[Listener]:
                 with suppress(OSError):
                     if inode := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(opened)):
                         owners[inode[1]] = words
-    found = set()
+    listening = set()
     for kind in ("tcp", "tcp6", "udp", "udp6"):
         for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
             fields = line.split()
@@ -46,8 +46,8 @@ def listeners(folder: Path) -> set[Listener]:
                 address, port = fields[1].split(":")
                 words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
                 family = socket.AF_INET6 if kind.endswith("6") else socket.AF_INET
-                found.add(Listener(kind, socket.inet_ntop(family, b"".join(words)), int(port, 16), owners[fields[9]]))
-    return found
+                listening.add(Listener(kind, socket.inet_ntop(family, b"".join(words)), int(port, 16), owners[fields[9]]))
+    return listening
 
 
 def on_loopback(address: str) -> bool:
@@ -60,33 +60,35 @@ class Stranger(Callback):
 
     def __init__(self, sends: int = 0) -> None:
         self.sends, self._clients = sends, 0
-        self._found: set[Listener] = set()
+        self._listeners: set[Listener] = set()
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.local_rank:
             return
-        if not self._found:
-            self._found = listeners(Path.cwd())
+        if not self._listeners:
+            self._listeners = listeners(Path.cwd())
             Path(f"listeners-{trainer.node_rank}.txt").write_text(
-                "\n".join(f"{one.kind} {one.address} {one.port} {one.program}" for one in self._found)
+                "\n".join(
+                    f"{listener.kind} {listener.address} {listener.port} {listener.program}" for listener in self._listeners
+                )
             )
         if trainer.global_rank:
             return
         chance = random.Random(batch_idx)
-        streams = sum("tcp" in one.kind for one in self._found)
-        for one in self._found:
+        streams = sum("tcp" in listener.kind for listener in self._listeners)
+        for listener in self._listeners:
             for number in range(-(-self.sends // streams)):
                 data = chance.choice([*BOMBS, chance.randbytes(chance.randrange(2_000))])
-                here = "::1" if ":" in one.address and not one.address.startswith("::ffff") else "127.0.0.1"
-                family = socket.AF_INET6 if ":" in here else socket.AF_INET
+                loopback = "::1" if ":" in listener.address and not listener.address.startswith("::ffff") else "127.0.0.1"
+                family = socket.AF_INET6 if ":" in loopback else socket.AF_INET
                 with (
                     suppress(OSError),
-                    socket.socket(family, socket.SOCK_DGRAM if "udp" in one.kind else socket.SOCK_STREAM) as line,
+                    socket.socket(family, socket.SOCK_DGRAM if "udp" in listener.kind else socket.SOCK_STREAM) as line,
                 ):
                     line.settimeout(1)
-                    line.connect((here, one.port))
+                    line.connect((loopback, listener.port))
                     line.send(data if number % 10 else BOMBS[0])
-                    self._clients += "tcp" in one.kind
+                    self._clients += "tcp" in listener.kind
         Path("clients.txt").write_text(str(self._clients))
 
 

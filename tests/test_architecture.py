@@ -56,7 +56,7 @@ def wanted(when: str) -> list[str]:
     for cell, which, _ in re.findall(r"^\| (`.*?) \| (each|first|last) \|(.*)\|$", table, re.MULTILINE):
         if which in ("each", when):
             name, *who = re.findall(r"`([\w.]+)`", cell)
-            calls += [f"{name}: {one}" for one in who] or [name]
+            calls += [f"{name}: {callback}" for callback in who] or [name]
     return calls
 
 

@@ -43,9 +43,9 @@ def test_a_run_has_a_folder_with_all_that_belongs_to_it(quick):
     assert list(run.curve("val/acc")) == [2]
 
     # Nothing overwrites it, nothing is left to do, and what was saved is a config that runs.
-    again = quick("fit", DDP, *TINY, "--run=first", "--resume=never")
-    assert again.code == 2
-    assert "choose another --run" in again.output
+    refused = quick("fit", DDP, *TINY, "--run=first", "--resume=never")
+    assert refused.code == 2
+    assert "choose another --run" in refused.output
     finished = quick("fit", "--run=first")
     assert "after 2 steps: nothing was left to do" in finished.output
     longer = quick("fit", "--run=first", "--trainer.max_epochs=2")
@@ -86,8 +86,8 @@ def test_validate_test_and_predict_take_the_weights_of_a_run(quick, cli):
     assert {name.partition("/")[0] for name in figures} == {"test"}  # and not what the checkpoint's training measured
     # Each limit is of one verb.
     quick("test", DDP, *TINY, f"--ckpt_path={checkpoint}", "--run=apart", "--trainer.limit_predict_batches=1")
-    again = [json.loads(path.read_text())["metrics"] for path in (folder.parent / "apart").glob("test-*/test.json")]
-    assert again == [figures]
+    repeated = [json.loads(path.read_text())["metrics"] for path in (folder.parent / "apart").glob("test-*/test.json")]
+    assert repeated == [figures]
     limits = ("--trainer.limit_test_batches=1", "--trainer.limit_predict_batches=2", "--data.batch_size=16")
     quick("predict", DDP, *TINY, f"--ckpt_path={checkpoint}", "--run=few", *limits)
     assert len((folder.parent / "few/predictions.csv").read_text().splitlines()) == 1 + 2 * 16
@@ -340,16 +340,16 @@ def test_a_metric_that_nobody_logs_costs_nothing_that_was_trained(quick, tmp_pat
     assert run.code == 1
     assert "Did you mean val/acc?" in run.output
     assert list(run.runs[0].glob("checkpoints/step-000000002*.ckpt"))
-    goes_on = quick("fit", DDP, *TINY, "--trainer.max_epochs=2", f"--run={run.runs[0].name}")
-    assert goes_on.code == 0, goes_on.output
+    resumed = quick("fit", DDP, *TINY, "--trainer.max_epochs=2", f"--run={run.runs[0].name}")
+    assert resumed.code == 0, resumed.output
 
 
 def test_bases_come_first_and_are_found_beside_the_config(tmp_path: Path):
     (tmp_path / "low.yaml").write_text("base: ddp.yaml\n")
     (tmp_path / "high.yaml").write_text("base: low.yaml\n")
     words = expand(["fit", "-c", str(tmp_path / "high.yaml"), "--x=1"])
-    found = [Path(word).name for word in words[2::2]]
-    assert found == ["ddp.yaml", "low.yaml", "high.yaml"]
+    names = [Path(argument).name for argument in words[2::2]]
+    assert names == ["ddp.yaml", "low.yaml", "high.yaml"]
     assert words[0] == "fit"
     assert words[-1] == "--x=1"
 

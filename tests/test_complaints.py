@@ -82,7 +82,7 @@ def say(*words):
         print("EXIT", end.code, file=sys.stderr, flush=True)
 
 
-def many():
+def all_complaints():
     """All of them in one process: what is fixed above, and a sample of what may be wrong anywhere."""
     project.cli.main.ProjectCLI.before_fit = accept
     sys.path.insert(0, "")
@@ -112,14 +112,14 @@ def many():
 
 
 def test_what_is_wrong_is_told_with_its_place(tmp_path):
-    output = forked(tmp_path, program="tests.test_complaints:many").output
+    output = forked(tmp_path, program="tests.test_complaints:all_complaints").output
     cases = [case for case in output.split("CASE ")[1:] if "Accepted" not in case]
     assert len(cases) > len(FLAGS) + len(SECTIONS) + 5
     assert {*FLAGS, *(f"{at}.yaml --run=x" for at in range(len(SECTIONS)))} <= {case.partition("\n")[0] for case in cases}
     for case in cases:
-        words, _, said = case.partition("\n")
-        assert "Traceback" not in said, case
-        (line,) = re.findall(r" ERROR +(.*)", said)
+        words, _, printed = case.partition("\n")
+        assert "Traceback" not in printed, case
+        (line,) = re.findall(r" ERROR +(.*)", printed)
         key = re.search(r"--([\w.]+?)s?=", words) if words.startswith("--") and "--run" not in words else None
         assert key is None or key[1].rpartition(".")[2].removesuffix("s") in line, case
         if "--run" in words:

@@ -41,7 +41,9 @@ def test_all_configs_are_tested():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.faults) if one in LONGEST else one for one in CONFIGS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.faults) if name in LONGEST else name for name in CONFIGS]
+)
 def test_it_runs(quick, tmp_path, name):
     for split in ("train", "val"):
         for label in ("cat", "dog"):
@@ -56,13 +58,13 @@ def test_it_runs(quick, tmp_path, name):
         assert "train/acc 1.0000" in run.output.split("last epoch")[1].splitlines()[0]
         assert "val/acc" not in run.output
     if name == "profile":
-        assert {one.suffix for one in (tmp_path / "lightning_logs/it/profiles").iterdir()} == {".txt", ".gz"}
+        assert {path.suffix for path in (tmp_path / "lightning_logs/it/profiles").iterdir()} == {".txt", ".gz"}
 
     # What it saved runs again as it is, and saves the same.
     saved = tmp_path / "lightning_logs/it/config.yaml"
     shorter = {"debug": ("max_epochs", 20), "profile": ("max_steps", 6)}.get(name)
-    again = quick("fit", f"--config={saved}", *([f"--trainer.{shorter[0]}=1"] if shorter else []))
-    assert again.code == 0, again.output
+    rerun = quick("fit", f"--config={saved}", *([f"--trainer.{shorter[0]}=1"] if shorter else []))
+    assert rerun.code == 0, rerun.output
     (second,) = (tmp_path / "lightning_logs").glob("it-*/config.yaml")
     expected = saved.read_text()
     assert second.read_text() == (expected.replace("{}: {}".format(*shorter), f"{shorter[0]}: 1") if shorter else expected)

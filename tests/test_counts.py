@@ -10,10 +10,10 @@ def test_intervals_and_limits_are_in_steps_and_samples(quick, tmp_path, ranks):
     words = ("--trainer.limit_train_batches=6", "--trainer.val_check_interval=4", "--trainer.limit_val_batches=3")
     done = quick(*FIT, *words, "--checkpoints.every_n_steps=5", "--checkpoints.keep_last=99", ranks=ranks)
     assert done.code == 0, done.output
-    found = curves(tmp_path)
-    assert [step for step, _ in found["val/acc"]] == [4, 10, 16]
-    assert [step for step, _ in found["train/acc_epoch"]] == [6, 12, 18]
-    assert all(value * 24 == pytest.approx(round(value * 24)) for _, value in found["val/acc"])  # 3 micro-batches of 8
+    logged = curves(tmp_path)
+    assert [step for step, _ in logged["val/acc"]] == [4, 10, 16]
+    assert [step for step, _ in logged["train/acc_epoch"]] == [6, 12, 18]
+    assert all(value * 24 == pytest.approx(round(value * 24)) for _, value in logged["val/acc"])  # 3 micro-batches of 8
     kept = [int(path.stem.split("-")[1]) for path in sorted((tmp_path / "lightning_logs/it/checkpoints").glob("*.ckpt"))]
     assert kept == [4, 5, 10, 15, 16, 18]
 

@@ -141,10 +141,10 @@ def test_steps_are_logged_once_after_a_resume_within_an_epoch(tmp_path):
         made = trainer(tmp_path / start, callbacks=[saved], logger=logger, log_every_n_steps=1, limit_val_batches=0)
         made.fit(Counting(), ckpt_path=checkpoint and tmp_path / checkpoint)
         rows.append((tmp_path / start / "metrics.csv").read_text().splitlines())
-    whole, again = rows
+    whole, resumed = rows
     assert whole[0] == "epoch,step,train_loss"
     assert [row.split(",")[1] for row in whole[1:]] == [str(step) for step in range(8)]
-    assert again[1:] == whole[5:]
+    assert resumed[1:] == whole[5:]
 
 
 def test_a_checkpoint_of_lightnings_own_trainer_goes_on_within_an_epoch(tmp_path):
@@ -317,7 +317,7 @@ class Bringing(Scored):
 def test_a_checkpoint_callback_of_the_module_replaces_ours(tmp_path):
     made = trainer(tmp_path, max_epochs=3)
     made.fit(Bringing())
-    assert [type(one) for one in made.checkpoint_callbacks] == [ModelCheckpoint]
+    assert [type(callback) for callback in made.checkpoint_callbacks] == [ModelCheckpoint]
     assert made.checkpoint_callback.best_model_path.endswith("epoch=1-step=16.ckpt")
 
 
@@ -450,9 +450,9 @@ def test_a_metric_of_a_whole_epoch_of_training_may_be_monitored(tmp_path):
     made.fit(Monitoring())
     assert made.current_epoch == 2
     assert saved.best_model_score == made.callback_metrics["train_loss_epoch"]
-    other = trainer(tmp_path, max_epochs=2, callbacks=[EarlyStopping("train_los_epoch"), EarlyStopping("nope", strict=False)])
-    other.fit(AtTheEnd())
-    assert other.current_epoch == 2
+    second = trainer(tmp_path, max_epochs=2, callbacks=[EarlyStopping("train_los_epoch"), EarlyStopping("nope", strict=False)])
+    second.fit(AtTheEnd())
+    assert second.current_epoch == 2
 
 
 @pytest.mark.parametrize("name", ["train_los", "nope", "val_los"])

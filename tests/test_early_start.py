@@ -31,9 +31,9 @@ def test_what_devices_mean(devices, accelerator, gpus, count):
 def test_rank_1_starts_before_rank_0_has_loaded_what_it_needs(cli):
     run = cli(*TWO, "--trainer.callbacks=tests.probes.Born")
     assert run.code == 0, run.output
-    ours, theirs = (json.loads((run.folder / f"born-{rank}.json").read_text()) for rank in range(2))
-    loading = ours["made"] - ours["began"]
-    assert theirs["began"] - ours["began"] < loading / 2
+    rank_0, rank_1 = (json.loads((run.folder / f"born-{rank}.json").read_text()) for rank in range(2))
+    loading = rank_0["made"] - rank_0["began"]
+    assert rank_1["began"] - rank_0["began"] < loading / 2
     assert "1 host x 2 processes" in run.output
 
 
@@ -41,10 +41,10 @@ def test_rank_1_starts_before_rank_0_has_loaded_what_it_needs(cli):
 def test_a_run_that_is_named_knows_its_ranks_from_its_own_config(cli):
     first = cli(*TWO, "--run=it")
     assert first.code == 0, first.output
-    again = cli("fit", "--run=it", "--trainer.max_steps=2", "--trainer.callbacks=tests.probes.Born")
-    assert again.code == 0, again.output
-    ours, theirs = (json.loads((again.folder / f"born-{rank}.json").read_text()) for rank in range(2))
-    assert theirs["began"] < ours["made"]
+    resumed = cli("fit", "--run=it", "--trainer.max_steps=2", "--trainer.callbacks=tests.probes.Born")
+    assert resumed.code == 0, resumed.output
+    rank_0, rank_1 = (json.loads((resumed.folder / f"born-{rank}.json").read_text()) for rank in range(2))
+    assert rank_1["began"] < rank_0["made"]
 
 
 def test_ranks_that_are_not_needed_end(cli):

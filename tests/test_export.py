@@ -145,7 +145,7 @@ def test_an_export_is_loaded_by_its_three_lines_without_this_package(folders, fo
     module = ImageClassifier(squeezenet1_1(num_classes=2), channels_last=False)
     module.load_state_dict(torch.load(checkpoint, weights_only=True)["state_dict"])
     pixels = np.stack([np.asarray(Image.open(path)) for path in paths]).transpose(0, 3, 1, 2)
-    mean, std = (torch.tensor(one).view(3, 1, 1) for one in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     with torch.no_grad():
         wanted = module.eval()((torch.from_numpy(pixels) / 255 - mean) / std)
     torch.testing.assert_close(torch.tensor(got), wanted, rtol=1e-4, atol=1e-5)
@@ -178,12 +178,12 @@ def test_the_weights_are_those_that_an_evaluation_uses(tiny):
     from safetensors.torch import load_file
 
     moved = "--trainer.callbacks=tests.test_export.Moved"
-    found = []
+    states = []
     for words in ((), (moved,)):
         exported = forked(tiny, "export", "--run=it", "--to=safetensors", *words)
         assert exported.code == 0, exported.output
-        found.append(load_file(tiny / "lightning_logs/it/export-safetensors/model.safetensors"))
-    before, after = found
+        states.append(load_file(tiny / "lightning_logs/it/export-safetensors/model.safetensors"))
+    before, after = states
     names = [name for name, _ in MiniResNet(widths=(8, 16), blocks=1).named_parameters()]
     assert names
     assert all(torch.equal(after[name], before[name] + 1) for name in names)
@@ -210,7 +210,9 @@ def test_a_network_that_cannot_be_traced_is_one_line(quick, tmp_path):
 
     for name in ("Undecided", "Counting"):
         network = ("--model.network=tests.test_export." + name, "--model.network.widths=[8]", "--model.network.blocks=1")
-        fitted = quick("fit", DDP, *(word for word in TINY if "network" not in word), *SHORT, *network, f"--run={name}")
+        fitted = quick(
+            "fit", DDP, *(argument for argument in TINY if "network" not in argument), *SHORT, *network, f"--run={name}"
+        )
         assert fitted.code == 0, fitted.output
     for name, to, cause in (
         ("Undecided", "onnx", "ImageClassifier.forward can't be traced: "),
@@ -279,9 +281,9 @@ def test_outputs_are_compared_by_the_size_of_the_largest():
     assert compare(made(1.0), made(1.0), 0.0).largest == 0
     assert compare(made(1.0), made(1.005), 1e-4) == pytest.approx((0.005, 0.00005), rel=1e-3)
     assert compare(made(np.nan), made(np.nan), 0.0).largest == 0
-    for other in (made(1.1), made(np.nan), made(np.inf), made(1.0, dtype=torch.float64), [made(1.0)[0][:0]]):
+    for outputs in (made(1.1), made(np.nan), made(np.inf), made(1.0, dtype=torch.float64), [made(1.0)[0][:0]]):
         with pytest.raises(UserError, match="The exported network"):
-            compare(made(1.0), other, 1e-4)
+            compare(made(1.0), outputs, 1e-4)
     with pytest.raises(UserError):
         compare([[torch.zeros(2)]], [[torch.ones(2)]], 1e-4)
 
@@ -293,12 +295,12 @@ class OneLess(Callback):
         from project.export import formats
 
         def write(module: LightningModule, path: Path, about: Any, real: Any = formats.write_weights) -> None:
-            other = MiniResNet(widths=(8, 16), blocks=1)
+            network = MiniResNet(widths=(8, 16), blocks=1)
             with torch.no_grad():
-                for mine, theirs in zip(other.state_dict().values(), module.state_dict().values(), strict=True):
-                    mine.copy_(theirs)
-                other.head.bias.sub_(1)
-            real(other, path, about)
+                for target, source in zip(network.state_dict().values(), module.state_dict().values(), strict=True):
+                    target.copy_(source)
+                network.head.bias.sub_(1)
+            real(network, path, about)
 
         def trace(module: LightningModule, *args: Any, real: Any = formats.trace) -> Any:
             bias = module.network.head.bias
@@ -356,11 +358,11 @@ class One(LightningModule):
 def test_the_inputs_of_forward_are_found_in_a_batch():
     x = torch.zeros(3, 2, dtype=torch.float64)
     for batch in (x, (x, 1), [x, x], {"x": x}, {"image": x, "label": 1}, ({"x": x}, 1)):
-        found = samples(One(), [batch], "a set")
-        assert (found.names, len(found.batches[0][0]), found.batches[0][0].dtype) == (["x"], 3, torch.float32)
-    both = samples(Two(), [{"mask": x, "ids": x + 1, "other": x}], "a set")
-    assert both.names == ["ids", "mask"]
-    assert both.batches[0][0].sum() == 6
+        inputs = samples(One(), [batch], "a set")
+        assert (inputs.names, len(inputs.batches[0][0]), inputs.batches[0][0].dtype) == (["x"], 3, torch.float32)
+    pair = samples(Two(), [{"mask": x, "ids": x + 1, "other": x}], "a set")
+    assert pair.names == ["ids", "mask"]
+    assert pair.batches[0][0].sum() == 6
     with pytest.raises(UserError, match="can't be told"):
         samples(Two(), [x], "a set")
     module = Two()
@@ -374,10 +376,10 @@ def test_the_inputs_of_forward_are_found_in_a_batch():
 
 def test_any_number_of_samples_is_checked_with_one_and_with_more():
     for sizes, wanted in (((4, 3), [4, 3, 1]), ((1, 1), [2, 1, 1, 1])):
-        found = samples(One(), [torch.rand(size, 2) for size in sizes], "a set")
-        assert [len(piece[0]) for piece in pieces(found.batches, None)] == wanted
-    found = samples(One(), [torch.rand(size, 2) for size in (7, 2)], "a set")
-    assert [len(piece[0]) for piece in pieces(found.batches, 3)] == [3, 3, 3]
+        inputs = samples(One(), [torch.rand(size, 2) for size in sizes], "a set")
+        assert [len(piece[0]) for piece in pieces(inputs.batches, None)] == wanted
+    inputs = samples(One(), [torch.rand(size, 2) for size in (7, 2)], "a set")
+    assert [len(piece[0]) for piece in pieces(inputs.batches, 3)] == [3, 3, 3]
 
 
 def test_nothing_of_the_formats_is_imported_by_a_fit():
@@ -393,7 +395,7 @@ class AnyName(LightningModule):
 
 def test_a_forward_that_takes_a_whole_batch_by_its_names():
     x, module = torch.ones(3, 2), AnyName()
-    found = samples(module, [{"x": x, "y": x, "name": ["a", "b", "c"]}], "a set")
-    assert found.names == ["x", "y"]
-    program = trace(module, found, None)
+    inputs = samples(module, [{"x": x, "y": x, "name": ["a", "b", "c"]}], "a set")
+    assert inputs.names == ["x", "y"]
+    program = trace(module, inputs, None)
     assert torch.equal(program.module()(x[:1], x[:1]), 2 * x[:1])

@@ -64,9 +64,9 @@ def verbs_over(place: Path, tmp_path: Path, chosen: list[Case], every: int = 1) 
     for page in tmp_path.glob("case-*/**/*"):
         if page.suffix in (".html", ".json", ".csv", ".yaml") and page.is_file() and not page.is_symlink():
             assert SECRET not in page.read_text(errors="replace"), page
-    found = [Ended(case, tuple(words), *rest) for case, words, *rest in map(json.loads, results.read_text().splitlines())]
-    assert len(found) == len(jobs)
-    return found
+    outcomes = [Ended(case, tuple(words), *rest) for case, words, *rest in map(json.loads, results.read_text().splitlines())]
+    assert len(outcomes) == len(jobs)
+    return outcomes
 
 
 def problem(ended: Ended) -> str:
@@ -83,9 +83,13 @@ def problem(ended: Ended) -> str:
     return "" if ended.code in (0, 1, 2) else f"ends with {ended.code}"
 
 
-def check(found: list[Ended]) -> None:
-    wrong = [f"{one.case}: {' '.join(one.words)} {why}\n{one.output[-3000:]}" for one in found if (why := problem(one))]
-    assert not wrong, f"{len(wrong)} of {len(found)}:\n" + "\n\n".join(wrong)
+def check(outcomes: list[Ended]) -> None:
+    wrong = [
+        f"{outcome.case}: {' '.join(outcome.words)} {why}\n{outcome.output[-3000:]}"
+        for outcome in outcomes
+        if (why := problem(outcome))
+    ]
+    assert not wrong, f"{len(wrong)} of {len(outcomes)}:\n" + "\n\n".join(wrong)
 
 
 def test_verbs_over_hostile_folders(place, tmp_path):
@@ -101,10 +105,10 @@ def test_events_are_read_as_tensorboard_reads_them_and_what_is_damaged_is_left_o
     """Also in pieces, while they are written."""
     (file,) = (place / "lightning_logs/it").glob("events.*")
     whole, path = file.read_bytes(), tmp_path / file.name
-    theirs = EventAccumulator(str(file)).Reload()
+    accumulator = EventAccumulator(str(file)).Reload()
     expected = {
-        tag.removeprefix(ASIDE): [(one.step, one.value, one.wall_time) for one in theirs.Scalars(tag)]
-        for tag in theirs.Tags()["scalars"]
+        tag.removeprefix(ASIDE): [(event.step, event.value, event.wall_time) for event in accumulator.Scalars(tag)]
+        for tag in accumulator.Tags()["scalars"]
     }
     curves = Curves(tmp_path)
     assert curves.read() == {}

@@ -36,14 +36,14 @@ PLAIN = ("model/minires.py", "data/synthetic.py")  # torch and the standard libr
 
 
 def imports(file: Path) -> set[str]:
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: absolute imports only"
-            found.add(node.module or "")
-    return found
+            names.add(node.module or "")
+    return names
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -52,12 +52,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_imports_stay_in_their_room(file):
     place = file.relative_to(PACKAGE)
-    ours = {name.split(".")[1] for name in imports(file) if name.startswith("project.")}
+    imported = {name.split(".")[1] for name in imports(file) if name.startswith("project.")}
     if place.parts[0] in ROOMS:
         room = place.parts[0]
-        assert room == "cli" or ours <= {room} | EVERYWHERE | MAY_ALSO.get(room, set())
+        assert room == "cli" or imported <= {room} | EVERYWHERE | MAY_ALSO.get(room, set())
     if place.parts[0] not in ("__main__.py", "cli"):
-        assert "cli" not in ours
+        assert "cli" not in imported
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -84,7 +84,9 @@ def test_every_module_says_what_it_is_for(file):
 def test_what_a_user_can_mend_is_raised_as_such(file):
     """A plain ValueError of ours would be taken for a bug, and printed with its traceback."""
     raised = [node.exc for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Raise)]
-    assert not [one for one in raised if isinstance(one, ast.Call) and ast.unparse(one.func) == "ValueError"]
+    assert not [
+        exception for exception in raised if isinstance(exception, ast.Call) and ast.unparse(exception.func) == "ValueError"
+    ]
 
 
 def test_no_files_import_in_a_circle():
@@ -135,22 +137,22 @@ STRANGERS = {
 def guesses() -> dict[tuple[str, str], list[str]]:
     """Returns each `getattr(x, "name", default)` whose name is an attribute in other rooms, and in none of its own: the places
     by file and name."""
-    rooms, found = attributes_by_room(), defaultdict(list)
+    rooms, guessed = attributes_by_room(), defaultdict(list)
     for file in FILES:
         own = file.relative_to(PACKAGE).parts[0]
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) == 3:
                 name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
                 if rooms.get(name) and own not in rooms[name]:
-                    found[str(file.relative_to(PACKAGE)), name].append(f"line {node.lineno}: {ast.unparse(node)}")
-    return found
+                    guessed[str(file.relative_to(PACKAGE)), name].append(f"line {node.lineno}: {ast.unparse(node)}")
+    return guessed
 
 
 def test_no_room_guesses_what_another_has():
     """A typed attribute, a Protocol with isinstance, or a method; what is not needed any more leaves the list, too."""
-    found = guesses()
-    assert {key: places for key, places in found.items() if key not in STRANGERS} == {}
-    assert [key for key in STRANGERS if key not in found] == []
+    guessed = guesses()
+    assert {key: places for key, places in guessed.items() if key not in STRANGERS} == {}
+    assert [key for key in STRANGERS if key not in guessed] == []
 
 
 def count(pattern: str) -> int:

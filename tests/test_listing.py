@@ -43,7 +43,7 @@ def run_of(root: Path, name: str, state: str | None = None, step: int = 0, *, ag
 
 
 @pytest.fixture
-def many(tmp_path, monkeypatch):
+def five_runs(tmp_path, monkeypatch):
     """Five runs, of which one is in training."""
     run_of(tmp_path, "good", "finished", 100, age=90_000, acc=0.9)
     run_of(tmp_path, "better", "finished", 80, age=8000, acc=0.95)
@@ -77,15 +77,15 @@ def test_a_run_of_this_host_whose_process_is_gone_is_lost_at_once(tmp_path):
 
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
-    here, now = socket.gethostname(), time.time()
-    assert state(os.getpid(), here, now) == "running"
-    assert state(ended.pid, here, now) == "lost"
+    this_host, now = socket.gethostname(), time.time()
+    assert state(os.getpid(), this_host, now) == "running"
+    assert state(ended.pid, this_host, now) == "lost"
     assert state(ended.pid, "h1", now) == "running"  # whose processes are not seen here
-    assert state(os.getpid(), here, now - 1e6) == "lost"  # of that number is another one now
-    assert state(1 << 70, here, now) == "running"
+    assert state(os.getpid(), this_host, now - 1e6) == "lost"  # of that number is another one now
+    assert state(1 << 70, this_host, now) == "running"
 
 
-def test_runs_are_listed_sorted_and_filtered(many, capsys):
+def test_runs_are_listed_sorted_and_filtered(five_runs, capsys):
     known = {run["name"]: run for run in listed(capsys)}
     assert {name: run["state"] for name, run in known.items()} == {
         "good": "finished", "better": "finished", "broken": "failed", "gone": "lost", "busy": "running",
@@ -96,10 +96,10 @@ def test_runs_are_listed_sorted_and_filtered(many, capsys):
     assert known["good"]["size"] > 3000
     assert [run["name"] for run in listed(capsys, "--sort", "metric", "--state", "finished")] == ["better", "good"]
     for name in ("good", "better"):
-        (many / name / "config.yaml").write_text("checkpoints: {monitor: val/loss, mode: min}")
+        (five_runs / name / "config.yaml").write_text("checkpoints: {monitor: val/loss, mode: min}")
     assert [run["metric"][1] for run in listed(capsys, "--sort", "metric")[:2]] == [pytest.approx(0.05), pytest.approx(0.1)]
     for name in ("good", "better"):
-        (many / name / "config.yaml").unlink()
+        (five_runs / name / "config.yaml").unlink()
     assert [run["name"] for run in listed(capsys, "--sort", "size")][:2] == ["better", "good"]
     assert [run["name"] for run in listed(capsys, "--older", "1d")] == ["good"]
     assert {run["name"] for run in listed(capsys, "b*")} == {"better", "broken", "busy"}
@@ -120,36 +120,36 @@ def cleaned(folder: Path, answer: str, *words: str) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=folder, env=environment(), input=answer, capture_output=True, text=True, timeout=300)
 
 
-def names(many: Path) -> set[str]:
-    return {path.name for path in many.iterdir()}
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
 
 
-def test_nothing_goes_without_a_yes_and_never_what_is_in_training(many):
-    before = names(many)
+def test_nothing_goes_without_a_yes_and_never_what_is_in_training(five_runs):
+    before = names(five_runs)
     for answer in ("", "y\n", "no\n", "Yes\n"):
-        done = cleaned(many.parent, answer)
+        done = cleaned(five_runs.parent, answer)
         assert (done.returncode, done.stdout.splitlines()[-1].endswith("Nothing is removed.")) == (1, True), done
-        assert names(many) == before
-    done = cleaned(many.parent, "yes\n")
+        assert names(five_runs) == before
+    done = cleaned(five_runs.parent, "yes\n")
     assert done.returncode == 0, done
-    assert names(many) == before - {"broken", "gone"}  # they have trained nothing
+    assert names(five_runs) == before - {"broken", "gone"}  # they have trained nothing
     assert "2 runs with 0 checkpoints" in done.stdout
-    done = cleaned(many.parent, "yes\n", "--state", "finished", "--state", "running", "--older", "1d")
+    done = cleaned(five_runs.parent, "yes\n", "--state", "finished", "--state", "running", "--older", "1d")
     assert "1 run with 1 checkpoint, 3" in done.stdout
-    assert names(many) == {"busy", "better", "notes"}
-    lines = cleaned(many.parent, "yes\n", "busy").stdout.splitlines()
+    assert names(five_runs) == {"busy", "better", "notes"}
+    lines = cleaned(five_runs.parent, "yes\n", "busy").stdout.splitlines()
     assert lines == ["busy: kept: it is in training, or in use by another verb", "There is nothing to remove."]
 
 
-def test_a_run_that_is_begun_while_somebody_is_asked_is_kept(many, monkeypatch, capsys):
+def test_a_run_that_is_begun_while_somebody_is_asked_is_kept(five_runs, monkeypatch, capsys):
     def answer():
-        (many / "gone/log.txt").write_text("begun")
+        (five_runs / "gone/log.txt").write_text("begun")
         return "yes\n"
 
     monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"readline": staticmethod(answer)}))
     assert runs.main(["--clean"]) == 0
     assert "gone: kept: it has shown a sign of life" in capsys.readouterr().out
-    assert names(many) == {"good", "better", "busy", "notes", "gone"}
+    assert names(five_runs) == {"good", "better", "busy", "notes", "gone"}
 
 
 def test_a_result_or_a_link_is_no_rubbish(tmp_path, monkeypatch, capsys):

@@ -21,10 +21,10 @@ def listed(extras: str) -> str:
 
 def entries(extras: str) -> dict[str, set[str]]:
     """Returns the versions by name: some have another on Python 3.10."""
-    found: dict[str, set[str]] = {}
+    versions: dict[str, set[str]] = {}
     for entry in ENTRY.finditer(listed(extras)):
-        found.setdefault(re.sub("[-_.]+", "-", entry["name"]).lower(), set()).add(entry["version"])
-    return found
+        versions.setdefault(re.sub("[-_.]+", "-", entry["name"]).lower(), set()).add(entry["version"])
+    return versions
 
 
 def test_all_that_is_installed_is_locked_by_hash():
@@ -41,11 +41,11 @@ def test_all_that_is_installed_is_locked_by_hash():
 
 def test_what_is_installed_here_is_what_is_locked():
     locked, known = entries("test"), entries("test-all")
-    here = {re.sub("[-_.]+", "-", item.name).lower(): item.version for item in distributions()}
+    installed = {re.sub("[-_.]+", "-", item.name).lower(): item.version for item in distributions()}
     if not (ROOT / ".venv/installed-test").exists() and not (ROOT / ".venv/installed-test-all").exists():
         pytest.skip("not installed by scripts/setup")
-    assert {name for name in here.keys() & known.keys() if here[name] not in known[name]} == set()
-    assert {"torch", "lightning", "numpy", "pytest"} <= here.keys() & locked.keys()
+    assert {name for name in installed.keys() & known.keys() if installed[name] not in known[name]} == set()
+    assert {"torch", "lightning", "numpy", "pytest"} <= installed.keys() & locked.keys()
 
 
 def test_an_extra_that_there_is_not_is_named():

@@ -45,16 +45,21 @@ VALUES = {
 }
 
 
-def same(one, other):
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, np.ndarray):
-        return type(other) is np.ndarray and one.dtype == other.dtype and one.shape == other.shape and (one == other).all()
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    return type(one) is type(other) and one == other
+def same(value, expected):
+    if isinstance(value, dict):
+        return value.keys() == expected.keys() and all(same(value[key], expected[key]) for key in value)
+    if isinstance(value, (list, tuple)):
+        return type(value) is type(expected) and len(value) == len(expected) and all(map(same, value, expected))
+    if isinstance(value, np.ndarray):
+        return (
+            type(expected) is np.ndarray
+            and value.dtype == expected.dtype
+            and value.shape == expected.shape
+            and (value == expected).all()
+        )
+    if isinstance(value, torch.Tensor):
+        return torch.equal(value, expected)
+    return type(value) is type(expected) and value == expected
 
 
 def test_numpys_values_and_paths_come_back_as_they_were(tmp_path):
@@ -76,12 +81,12 @@ class Made:
 
 
 FLOAT, OBJECT = np.dtype("f8"), np.dtype("O")
-again = np.zeros(1).__reduce__()[0]
+reconstruct = np.zeros(1).__reduce__()[0]
 scalar = np.float64(1).__reduce__()[0]
 
 
 def array(state):
-    return Made(again, (np.ndarray, (0,), b"b"), state)
+    return Made(reconstruct, (np.ndarray, (0,), b"b"), state)
 
 
 RECORD = (3, "<", None, ("a",), {"a": (np.dtype("f8"), 1 << 40)}, 8, 1, 16)
@@ -122,10 +127,10 @@ def test_a_hostile_value_is_refused(tmp_path, monkeypatch, case):
 def test_mutated_checkpoints_are_read_or_refused(quick_checkpoint, tmp_path, request):
     """In a process for each, as an accident of memory would end it."""
     content, chance, path = quick_checkpoint, random.Random(0), tmp_path / "file"
-    many = 2_000 if request.config.getoption("--faults") else 20
+    count = 2_000 if request.config.getoption("--faults") else 20
     pickled = content.index(b"data.pkl"), content.index(b"PK", content.index(b"data.pkl"))
     refused = 0
-    for _ in range(many):
+    for _ in range(count):
         damaged = bytearray(content)
         for _ in range(chance.choice([1, 1, 3, 20])):
             damaged[chance.randrange(*(pickled if chance.random() < 0.8 else (0, len(content))))] = chance.randrange(256)
@@ -142,7 +147,7 @@ def test_mutated_checkpoints_are_read_or_refused(quick_checkpoint, tmp_path, req
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert code in (0, 2), code
         refused += code == 2
-    assert many // 4 < refused < many
+    assert count // 4 < refused < count
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def defined(text: str) -> set[str]:
 
 
 @cache
-def theirs() -> set[str]:
+def library_names() -> set[str]:
     """What Lightning, and the parts of torch that are used here, define."""
     places = [Path(str(importlib.import_module("lightning").__file__)).parent]
     torch = Path(str(importlib.import_module("torch").__file__)).parent
@@ -61,12 +61,12 @@ def theirs() -> set[str]:
 
 
 @cache
-def ours() -> set[str]:
+def package_names() -> set[str]:
     return {name for file in PACKAGE.rglob("*.py") for name in defined(file.read_text())}
 
 
 def _of_the_libraries(name: str) -> bool:
-    return name not in OF_OTHERS and (name in theirs() or name not in ours())
+    return name not in OF_OTHERS and (name in library_names() or name not in package_names())
 
 
 def _source(kind: type) -> str:
@@ -90,7 +90,7 @@ class Reader(ast.NodeVisitor):
     """Finds the private names in a file that are not its own."""
 
     def __init__(self, tree: ast.Module) -> None:
-        self.found: set[str] = set()
+        self.names: set[str] = set()
         self.imported: dict[str, tuple[str, str | None]] = {}  # local name: module, and the name in it
         self.inherited: set[str] = set()  # of the class at hand
         self.visit(tree)
@@ -107,19 +107,19 @@ class Reader(ast.NodeVisitor):
         for alias in node.names:
             self.imported[alias.asname or alias.name] = (module, alias.name)
             if module.partition(".")[0] in LIBRARIES and PRIVATE.fullmatch(alias.name):
-                self.found.add(alias.name)
+                self.names.add(alias.name)
 
     def _module(self, name: str) -> None:
         if name.partition(".")[0] in LIBRARIES:
-            self.found |= {part for part in name.split(".") if PRIVATE.fullmatch(part)}
+            self.names |= {part for part in name.split(".") if PRIVATE.fullmatch(part)}
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         outer, self.inherited = self.inherited, {name for base in node.bases for name in self._private_of(base)}
-        for one in node.body:
-            if isinstance(one, ast.FunctionDef):
-                self._own(one.name)
-            elif isinstance(one, (ast.Assign, ast.AnnAssign)):
-                for target in one.targets if isinstance(one, ast.Assign) else [one.target]:
+        for statement in node.body:
+            if isinstance(statement, ast.FunctionDef):
+                self._own(statement.name)
+            elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
+                for target in statement.targets if isinstance(statement, ast.Assign) else [statement.target]:
                     self._own(ast.unparse(target))
         self.generic_visit(node)
         self.inherited = outer
@@ -132,15 +132,15 @@ class Reader(ast.NodeVisitor):
         module, member = self.imported[name]
         if module.partition(".")[0] == "ray" or imported(module) is None:
             return set()
-        found = imported(module)
-        for part in [one for one in (member, *attribute.split(".")) if one]:
-            found = getattr(found, part)
-        kinds = [one for one in getattr(found, "__mro__", ()) if one.__module__.partition(".")[0] in LIBRARIES]
+        value = imported(module)
+        for part in [part for part in (member, *attribute.split(".")) if part]:
+            value = getattr(value, part)
+        kinds = [kind for kind in getattr(value, "__mro__", ()) if kind.__module__.partition(".")[0] in LIBRARIES]
         return {name for kind in kinds for name in defined(_source(kind)) | vars(kind).keys()}
 
     def _own(self, name: str) -> None:
         if PRIVATE.fullmatch(name) and name in self.inherited:
-            self.found.add(name)
+            self.names.add(name)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if PRIVATE.fullmatch(node.attr):
@@ -148,7 +148,7 @@ class Reader(ast.NodeVisitor):
             if of in ("self", "cls", "super()"):
                 self._own(node.attr)
             elif self._is_theirs(of.partition(".")[0], node.attr):
-                self.found.add(node.attr)
+                self.names.add(node.attr)
         self.generic_visit(node)
 
     def _is_theirs(self, root: str, name: str) -> bool:
@@ -162,7 +162,7 @@ class Reader(ast.NodeVisitor):
         for node in nodes:
             for part in node.elts if isinstance(node, (ast.Tuple, ast.List, ast.Set)) else [node]:
                 if isinstance(part, ast.Constant) and isinstance(part.value, str) and PRIVATE.fullmatch(part.value):
-                    self.found |= {part.value} if _of_the_libraries(part.value) else set()
+                    self.names |= {part.value} if _of_the_libraries(part.value) else set()
 
     def visit_Call(self, node: ast.Call) -> None:
         called = ast.unparse(node.func)
@@ -193,11 +193,11 @@ def files() -> Iterator[tuple[str, ast.Module]]:
 
 
 def touched() -> Touched:
-    found: Touched = defaultdict(set)
+    places: Touched = defaultdict(set)
     for place, tree in files():
-        for name in Reader(tree).found:
-            found[name].add(place)
-    return dict(found)
+        for name in Reader(tree).names:
+            places[name].add(place)
+    return dict(places)
 
 
 # Overrides -------------------------------------------------------------------------------------------------------------
@@ -205,17 +205,17 @@ def touched() -> Touched:
 
 def overrides() -> Touched:
     """Returns the overridden methods, as `Ours(Theirs).method`, with their file."""
-    found: Touched = defaultdict(set)
+    places: Touched = defaultdict(set)
     for file in sorted(PACKAGE.rglob("*.py")):
         name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         if file.stem == "__main__":
             continue
         module = imported(name)
-        for ours, kind in vars(module).items() if module else ():
+        for class_name, kind in vars(module).items() if module else ():
             if isinstance(kind, type) and kind.__module__ == name:
                 for method in _overridden(kind):
-                    found[f"{ours}{method}"].add(str(file.relative_to(PACKAGE)))
-    return dict(found)
+                    places[f"{class_name}{method}"].add(str(file.relative_to(PACKAGE)))
+    return dict(places)
 
 
 def _overridden(kind: type) -> Iterator[str]:
@@ -249,7 +249,7 @@ class Patches(ast.NodeVisitor):
     """Finds the assignments by which a file changes objects, classes and modules of Lightning and torch."""
 
     def __init__(self, tree: ast.Module) -> None:
-        self.found: set[str] = set()
+        self.targets: set[str] = set()
         self.modules = {
             alias.asname or alias.name: node.module or ""
             for node in ast.walk(tree)
@@ -286,9 +286,9 @@ class Patches(ast.NodeVisitor):
                 method = part.attr in their_methods() and (deleted or self._is_function(value))
                 private = bool(PRIVATE.fullmatch(part.attr)) and _of_the_libraries(part.attr)
                 if method or private or part.attr == "__class__" or library in LIBRARIES:
-                    self.found.add(f"{on}.{part.attr}")
+                    self.targets.add(f"{on}.{part.attr}")
             elif isinstance(part, ast.Subscript) and self._is_vars(part.value):
-                self.found.add(ast.unparse(part))
+                self.targets.add(ast.unparse(part))
 
     @staticmethod
     def _is_vars(node: ast.expr) -> bool:
@@ -312,17 +312,17 @@ class Patches(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         called = ast.unparse(node.func)
         if called.endswith(".update") and isinstance(node.func, ast.Attribute) and self._is_vars(node.func.value):
-            self.found.add(f"{ast.unparse(node.func.value)}[...]")
+            self.targets.add(f"{ast.unparse(node.func.value)}[...]")
         elif called in ("setattr", "object.__setattr__"):
             on = ast.unparse(node.args[0])
             if on not in ("self", "cls") and self._library(node.args[0]) in ("", "project", *LIBRARIES):
-                self.found.add(f"setattr({on}, {ast.unparse(node.args[1])})")
+                self.targets.add(f"setattr({on}, {ast.unparse(node.args[1])})")
         self.generic_visit(node)
 
 
 def patches() -> set[tuple[str, str]]:
     """Returns the patched attributes, each with its file."""
-    return {(target, place) for place, tree in files() for target in Patches(tree).found}
+    return {(target, place) for place, tree in files() for target in Patches(tree).targets}
 
 
 # The page --------------------------------------------------------------------------------------------------------------
@@ -335,13 +335,13 @@ def is_private(touched: str) -> bool:
 
 def total() -> int:
     """Returns how many names, overrides and patches there are, each counted once."""
-    others = [name for name in overrides() if not is_private(name)] + [name for name, _ in patches() if not is_private(name)]
-    return len(touched()) + len(others)
+    public = [name for name in overrides() if not is_private(name)] + [name for name, _ in patches() if not is_private(name)]
+    return len(touched()) + len(public)
 
 
 def counts() -> str:
     names, overridden, patched = touched(), overrides(), patches()
-    places = {place for found in (*names.values(), *overridden.values()) for place in found} | {place for _, place in patched}
+    places = {place for group in (*names.values(), *overridden.values()) for place in group} | {place for _, place in patched}
     elsewhere = [place for place in places if place.split("/")[0] not in ("step", "sharded", "trainer.py")]
     of_private = [sum(map(is_private, overridden)), sum(is_private(name) for name, _ in patched)]
     return (
@@ -369,8 +369,8 @@ def written(page: str) -> str:
         kind, _, method = name.rpartition(".")
         methods[min(places), kind].append(method)
     overridden = [
-        f"| `{kind}` | `{place}` | {', '.join(f'`{name}`' for name in sorted(found))} |\n"
-        for (place, kind), found in sorted(methods.items())
+        f"| `{kind}` | `{place}` | {', '.join(f'`{name}`' for name in sorted(listed))} |\n"
+        for (place, kind), listed in sorted(methods.items())
     ]
     page = re.sub(ROW.pattern + "\n", row, page, flags=re.MULTILINE)
     page = re.sub(r"\*\*\d+ names.*?there alone\.", "\n".join(textwrap.wrap(counts(), 128)), page, flags=re.DOTALL)
@@ -416,7 +416,7 @@ def look(x: Trainer) -> None:
     expected = (
         "_dynamo _FitLoop _data_connector _run _signal_connector _foreach_add_ _combined_loader _precision_plugin _results"
     )
-    assert Reader(ast.parse(text)).found == {*expected.split(), "_backward_sync", "_should", "_trainer"}
+    assert Reader(ast.parse(text)).names == {*expected.split(), "_backward_sync", "_should", "_trainer"}
 
 
 def test_each_way_to_patch_is_seen():
@@ -442,15 +442,15 @@ def plant(trainer: Trainer, module, x) -> None:
 """
     expected = {"LightningModule.log", "elastic.pickle", "trainer.strategy.backward", "module.__dict__['cpu']"}
     expected |= {"vars(torch.nn.init)[...]", "setattr(trainer, x)", "x._results", "x.__class__"}
-    assert Patches(ast.parse(text)).found == expected
+    assert Patches(ast.parse(text)).targets == expected
 
 
 if __name__ == "__main__":
     if "write" in sys.argv:
         PAGE.write_text(written(PAGE.read_text()))
     by_file: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for what, found in (("names", touched()), ("overrides", overrides())):
-        for name, places in found.items():
+    for what, entries in (("names", touched()), ("overrides", overrides())):
+        for name, places in entries.items():
             for place in places:
                 by_file[place][what].append(name)
     for name, place in patches():

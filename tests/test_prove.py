@@ -79,7 +79,7 @@ def test_the_culprit_is_named(prove, module, trial, data, line):
 
 def test_threads_that_a_yaml_names_are_kept():
     assert "--trainer.threads=1" in alone([], {})
-    assert not [word for word in alone([], {"trainer.threads": 2}) if "threads" in word]
+    assert not [argument for argument in alone([], {"trainer.threads": 2}) if "threads" in argument]
 
 
 def test_trials_on_more_gpus_than_there_are_are_left_out():

@@ -19,7 +19,7 @@ from tests.survive.test_resume import faults
 FILES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/howto").glob("*.md")))
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
 FEW = ("--trainer.max_steps=2", "--trainer.limit_val_batches=1")
-SMALL = tuple(word for word in TINY if "network" not in word and "precision" not in word)
+SMALL = tuple(argument for argument in TINY if "network" not in argument and "precision" not in argument)
 
 
 def written(page: str, folder: Path) -> None:
@@ -99,13 +99,13 @@ def test_a_run_is_stopped_and_goes_on_as_the_page_about_signals_says(quick):
     page = "docs/signals.md"
     command = words(page, "python -m project fit --config configs/ddp.yaml --run nightly")
     stop = (*TINY, "--trainer.max_epochs=3", faults({"step": 4, "number": int(signal.SIGTERM)}))
-    stopped, goes_on = quick(*command, *stop), quick(*command, *stop)
-    assert (stopped.code, goes_on.code) == (143, 0), goes_on.output
+    stopped, resumed = quick(*command, *stop), quick(*command, *stop)
+    assert (stopped.code, resumed.code) == (143, 0), resumed.output
     shown = [line.split("INFO    ")[1] for line in PAGES[page].splitlines() if " INFO " in line]
-    for line, run in zip(shown, (stopped, stopped, goes_on), strict=True):
+    for line, run in zip(shown, (stopped, stopped, resumed), strict=True):
         place = str(run.folder / "lightning_logs")
-        said = run.output.replace(place, ".../lightning_logs").replace("epoch 3, step 0", "epoch 1, step 4")
-        assert line in said, run.output
+        output = run.output.replace(place, ".../lightning_logs").replace("epoch 3, step 0", "epoch 1, step 4")
+        assert line in output, run.output
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if " INFO  " in PAGES[page]])
@@ -132,17 +132,17 @@ def test_an_error_reads_as_the_page_about_messages_says(quick):
 
 def texts(node: ast.AST) -> str:
     """All strings of a file; what is computed within them becomes a gap."""
-    found = []
-    for one in ast.walk(node):
-        if isinstance(one, ast.JoinedStr):
-            found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in one.values))
-        elif isinstance(one, ast.Constant) and isinstance(one.value, str):
-            found.append(re.sub(r"%(\.\w+)?[sdfg]", "\0", one.value))
-    return "\n".join(found)
+    strings = []
+    for child in ast.walk(node):
+        if isinstance(child, ast.JoinedStr):
+            strings.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in child.values))
+        elif isinstance(child, ast.Constant) and isinstance(child.value, str):
+            strings.append(re.sub(r"%(\.\w+)?[sdfg]", "\0", child.value))
+    return "\n".join(strings)
 
 
 def test_each_message_is_one_that_the_code_has():
-    said = "\n".join(texts(ast.parse(path.read_text())) for path in (ROOT / "project").rglob("*.py"))
+    messages = "\n".join(texts(ast.parse(path.read_text())) for path in (ROOT / "project").rglob("*.py"))
     rows = re.findall(r"^\| `(.+?)` \|", PAGES["docs/messages.md"], re.MULTILINE)
     assert len(rows) > 5
     for row in rows:
@@ -152,7 +152,7 @@ def test_each_message_is_one_that_the_code_has():
             gaps = [" ".join([*plain[:at], gap, *plain[at + 1 :]]) for at in range(len(plain)) for gap in ("\0", "\0s")]
             ways = [" ".join(plain), *gaps]
             if len(plain) > 1:
-                assert any(way in said for way in ways), f"{row}: nothing says {part!r}"
+                assert any(way in messages for way in ways), f"{row}: nothing says {part!r}"
 
 
 def test_the_defaults_on_the_page_about_keys_are_the_codes(quick):
@@ -183,8 +183,8 @@ def test_the_environment_on_the_page_about_machines_is_what_the_script_reads():
     names = re.findall(r"`([A-Z_]+)`", "\n".join(row.split("|")[1] for row in table.splitlines() if row))
     assert names
     assert all(name in script for name in names)
-    told = re.findall(r"^# ([A-Z_]{5,}) ", script, re.MULTILINE)
-    assert set(told) <= set(names)
+    described = re.findall(r"^# ([A-Z_]{5,}) ", script, re.MULTILINE)
+    assert set(described) <= set(names)
 
 
 def test_the_page_about_keys_has_all_verbs():

@@ -63,14 +63,14 @@ def place(tmp_path_factory):
     assert "report" in stopped.output
     done = forked(place, *FIT, faults(), ranks=3)
     assert done.code == 0, done.output
-    other = forked(place, *FIT, "--run=other", "--model.optimizer.lr=0.5")
-    assert other.code == 0, other.output
+    second = forked(place, *FIT, "--run=other", "--model.optimizer.lr=0.5")
+    assert second.code == 0, second.output
     return place
 
 
 def test_a_run_leaves_its_life(place):
     history = read_history(place / "lightning_logs/it", "it")
-    assert [(one.ranks, one.state, one.why) for one in history.lives] == [
+    assert [(life.ranks, life.state, life.why) for life in history.lives] == [
         (1, "killed", f"rank 0 on {socket.gethostname()} was killed by signal 9."),
         (2, "stopped", "SIGTERM"),
         (3, "finished", None),
@@ -80,15 +80,15 @@ def test_a_run_leaves_its_life(place):
     assert first.end_step >= second.step > 0
     assert second.end_step == third.step
     assert third.known["hosts"] == {next(iter(third.known["hosts"])): 3}
-    found = json.loads((place / "lightning_logs/it/summary.json").read_text())
-    assert found["state"] == "finished"
-    assert found["starts"] == 3
-    assert found["step"] == history.step == third.end_step
-    assert found["samples"] == 2 * 256 < 48 * history.step, "the last step of an epoch is short"
-    assert (place / "lightning_logs/it" / found["checkpoint"]).exists()
-    assert {"train/loss", "val/loss", "train/grad_norm"} <= found["metrics"].keys()
-    assert sum(found["goodput"].values()) == pytest.approx(1)
-    assert min(found["goodput"][part] for part in ("training", "starting", "recovering", "not running")) > 0
+    summary = json.loads((place / "lightning_logs/it/summary.json").read_text())
+    assert summary["state"] == "finished"
+    assert summary["starts"] == 3
+    assert summary["step"] == history.step == third.end_step
+    assert summary["samples"] == 2 * 256 < 48 * history.step, "the last step of an epoch is short"
+    assert (place / "lightning_logs/it" / summary["checkpoint"]).exists()
+    assert {"train/loss", "val/loss", "train/grad_norm"} <= summary["metrics"].keys()
+    assert sum(summary["goodput"].values()) == pytest.approx(1)
+    assert min(summary["goodput"][part] for part in ("training", "starting", "recovering", "not running")) > 0
 
 
 def test_the_page_needs_nothing_else_and_shows_it_all(place):
@@ -101,10 +101,10 @@ def test_the_page_needs_nothing_else_and_shows_it_all(place):
     assert {"log.txt", "config.yaml"} < {*files}
     assert all((folder / link).exists() for link in files), files
     assert not re.findall("url\\(|@import", text)
-    said = unescape(re.sub("<(?!figure)[^>]*>", "", text))
+    visible = unescape(re.sub("<(?!figure)[^>]*>", "", text))
     shown = ("Run it", "killed", "stopped, SIGTERM", "finished", "3 ranks", "train/loss", "--run it", "global_batch_size: 48")
     for what in (*shown, getpass.getuser(), socket.gethostname(), "val/confusion, step"):
-        assert what in said, what
+        assert what in visible, what
     assert '<span class="badge finished">finished</span>' in text
     assert f'<i style="background:{COLOURS[0]}"></i>' in text  # of a legend
     marks = page_of(text)["marks"]  # each start but the first, and the kill
@@ -143,9 +143,9 @@ def test_goodput_is_what_is_left_of_the_time_since_the_first_start():
         Life(time=213.0, step=90, ranks=2, known={"began": 150.0}, end=303.0, end_step=180),
         Life(time=325.0, step=180, ranks=2, known={"began": 323.0}, end=330.0, end_step=185),
     ]
-    found = goodput(lives)
-    assert found == Goodput(training=185.0, starting=10.0, recovering=5.0, repeated=10.0, not_running=20.0)
-    assert f"{found}" == "80.4% training (4.3% starting, 2.2% recovering, 4.3% repeated, 8.7% not running)"
+    result = goodput(lives)
+    assert result == Goodput(training=185.0, starting=10.0, recovering=5.0, repeated=10.0, not_running=20.0)
+    assert f"{result}" == "80.4% training (4.3% starting, 2.2% recovering, 4.3% repeated, 8.7% not running)"
     assert f"{goodput([])}" == ""
 
 
@@ -153,7 +153,7 @@ def test_goodput_is_what_is_left_of_the_time_since_the_first_start():
 
 STRUCK = 3  # the step that sample 77 comes up in, of global batches of 32
 TROUBLED = (
-    *(word for word in words("--trainer.devices=1", "--trainer.log_every_n_steps=2") if "Dropped" not in word),
+    *(argument for argument in words("--trainer.devices=1", "--trainer.log_every_n_steps=2") if "Dropped" not in argument),
     "--data.source.init_args.train=" + json.dumps({"class_path": "tests.watch.plugged.Troubled", "init_args": {"at": 77}}),
     '--trainer.callbacks={"class_path":"project.watch.throughput.Throughput","init_args":{"every_n_steps":2}}',
     "--model.network=tests.probes.Dropped",
@@ -175,25 +175,25 @@ def test_a_slow_loader_is_seen_on_its_rank_and_a_hot_loss_as_a_red_line(tmp_path
     assert done.code == 0, done.output
     history = read_history(tmp_path / "lightning_logs/it", "it")
     name = socket.gethostname()
-    waits = [median(one.value for one in history.curves[f"ranks/data_ms/{rank}.{name}"]) for rank in (0, 1, 2)]
+    waits = [median(point.value for point in history.curves[f"ranks/data_ms/{rank}.{name}"]) for rank in (0, 1, 2)]
     assert waits[1] > 5 * max(waits[0], waits[2])
     assert history.recent_median("speed/worst_data") > 1.3
     for at in range(len(history.curves["speed/rest"])):  # of each window
         assert sum(history.curves[f"speed/{phase}"][at].value for phase in PHASES) == pytest.approx(1, abs=1e-3)
-    assert min(one.value for phase in PHASES for one in history.curves[f"speed/{phase}"]) >= 0
+    assert min(point.value for phase in PHASES for point in history.curves[f"speed/{phase}"]) >= 0
     assert history.curves["run/memory_gb"][-1].value > 0.1
     assert 0 < history.curves["run/lr"][0].value < 2 * history.curves["train/lr"][0].value
     assert history.curves["run/cpu_cores"][-1].value > 0
     assert history.curves["run/checkpoint_mb"][-1].value > 0
-    assert min(one.value for one in history.curves["train/grad_norm"]) > 0
-    logged = [one.step for one in history.curves["train/loss"]]
+    assert min(point.value for point in history.curves["train/grad_norm"]) > 0
+    logged = [point.step for point in history.curves["train/loss"]]
     (struck,) = history.curves["train/skipped_steps"]
-    assert [one.step for one in history.curves["train/grad_norm"]] == [step for step in logged if step != struck.step]
+    assert [point.step for point in history.curves["train/grad_norm"]] == [step for step in logged if step != struck.step]
     (red,) = red_lines(tmp_path)
     assert f"step {struck.step} was left out, it was not finite" in red
-    said = unescape((tmp_path / "lightning_logs/it/report.html").read_text())
+    text = unescape((tmp_path / "lightning_logs/it/report.html").read_text())
     for what in (f"rank 1, {name}", "waiting for data", "ms a step that a rank waits for its data", "steps left out"):
-        assert what in said, what
+        assert what in text, what
 
 
 def test_a_run_that_ends_in_a_hot_loss_says_so(tmp_path):
@@ -218,14 +218,14 @@ def test_several_runs_side_by_side(place):
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
     assert last == "Side by side: lightning_logs/compared.html"
-    found = [re.fullmatch(r"(it|other) +finished  step \d+  best val/acc +([\d.]+) at step \d+", line) for line in lines]
-    assert len(found) == 2, lines
-    assert all(found), lines
-    assert float(found[0][2]) >= float(found[1][2]), "the best comes first"
+    matches = [re.fullmatch(r"(it|other) +finished  step \d+  best val/acc +([\d.]+) at step \d+", line) for line in lines]
+    assert len(matches) == 2, lines
+    assert all(matches), lines
+    assert float(matches[0][2]) >= float(matches[1][2]), "the best comes first"
     text = unescape((place / "lightning_logs/compared.html").read_text().replace("<wbr>", ""))
     assert "1, then 2, then 3" in text
     best = re.search(r"The best by val/acc \(higher is better\): (\w+), [\d.]+ at step \d+\.", text)
-    assert [best[1], found[0][1]] == [found[0][1], re.search(r'data-run="0"><th scope="row" data-value="(\w+)"', text)[1]]
+    assert [best[1], matches[0][1]] == [matches[0][1], re.search(r'data-run="0"><th scope="row" data-value="(\w+)"', text)[1]]
     assert re.search(r"<p>steps: .*global batch: 48; seed: 0; ranks: not the same \(", text), text[
         text.index("Side by side") :
     ][:600]
@@ -245,8 +245,8 @@ def test_several_runs_side_by_side(place):
     assert scaling([*histories, third])[1:] == pytest.approx([0.5, 1.5]), "by the median of those with the fewest ranks"
     histories[1].config["model"]["network"]["init_args"]["num_classes"] = 11
     assert scaling(histories) == [None, None], "what another model takes says nothing"
-    for one in histories:
-        one.curves.clear()
+    for history in histories:
+        history.curves.clear()
     assert scaling(histories) == [None, None]
     assert "2 runs" in compared(histories, place)  # with nothing to draw
 
@@ -270,8 +270,8 @@ def test_runs_of_a_sweep_have_every_metric_and_a_line_on_parallel_axes(place):
     assert not any("init_args" in tick or "steps" in tick for tick in ticks), "what has no name that is short has no axis"
 
 
-def learned(values, tag="train/loss", **more):
-    curves = {tag: [Point(step, value, 1e9 + step) for step, value in enumerate(values, 1)], **more}
+def learned(values, tag="train/loss", **extra):
+    curves = {tag: [Point(step, value, 1e9 + step) for step, value in enumerate(values, 1)], **extra}
     return History("it", Path(), [Life(1e9, 0, 1, {}, 2e9, len(values), state="finished")], curves, {}, "", None)
 
 
@@ -310,10 +310,10 @@ def test_the_learning_rates_that_were_used_are_a_column_where_they_differ():
     assert "as the schedule set it" not in page(run(0.5, tag="train/lr"))
 
 
-def ended(folder, state, **more):
+def ended(folder, state, **extra):
     """Returns the page of a run in another folder, which has ended so."""
     *lines, last = [json.loads(line) for line in (folder / "life.jsonl").read_text().splitlines()]
-    lines.append({**last, "state": state, **more})
+    lines.append({**last, "state": state, **extra})
     (folder / "life.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return unescape(page(read_history(folder, folder.name)))
 
@@ -339,19 +339,19 @@ def test_a_killed_run_whose_step_nobody_noted_has_come_to_its_newest_checkpoint(
 
 
 def test_a_run_elsewhere_goes_on_by_its_path_and_a_failed_one_after_its_cause_is_mended(place, tmp_path, monkeypatch):
-    here = tmp_path / "with a space"
-    folder = here / "lightning_logs/it"
+    root = tmp_path / "with a space"
+    folder = root / "lightning_logs/it"
     shutil.copytree(place / "lightning_logs/it", folder)
     text = ended(folder, "finished")
     assert f"--config '{folder}/config.yaml' --run '{folder}'\n" in text
     assert f'torch.load("{folder}/checkpoints/step-' in text
     assert "<h2>Resume it</h2>" in text
-    monkeypatch.chdir(here)
+    monkeypatch.chdir(root)
     assert "--config lightning_logs/it/config.yaml --run it\n" in ended(folder, "finished")
     text = ended(folder, "failed", why="out of luck")
     assert "<h2>When the cause is fixed, resume it</h2>" in text
     next_step = (
-        f"this resumes from there, on any number of ranks: <code>cd {shlex.quote(str(here))} && "
+        f"this resumes from there, on any number of ranks: <code>cd {shlex.quote(str(root))} && "
         "python -m project fit --config lightning_logs/it/config.yaml"
     )
     assert next_step in unescape(text[: text.index('<table class="facts">')])
@@ -439,13 +439,13 @@ def test_the_metric_by_which_runs_are_judged_comes_first(place):
     assert sweep(histories, differences(histories))[-1].note == "lower is better"
 
 
-def contrast(colour, other):
+def contrast(colour, background):
     def light(colour):
         parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
         red, green, blue = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05
 
-    return max(light(colour), light(other)) / min(light(colour), light(other))
+    return max(light(colour), light(background)) / min(light(colour), light(background))
 
 
 def test_twenty_colours_are_told_from_the_page_by_day_and_by_night():
@@ -484,7 +484,7 @@ def test_what_is_damaged_is_left_out(place, tmp_path):
     (folder / "config.yaml").write_text("a: [")
     (folder / "log.txt").write_text("2026-01-01 10:00:00,123 WARNING [rank 1, there] <b>slow</b>\nTraceback\n")
     history = read_history(folder, "half")
-    assert [one.state for one in history.lives] == ["killed", "stopped", "killed"]
+    assert [life.state for life in history.lives] == ["killed", "stopped", "killed"]
     assert "&lt;b&gt;slow" in page(history)
     assert history.warnings == [("2026-01-01 10:00:00", "WARNING", "[rank 1, there] <b>slow</b>")]
 
@@ -625,8 +625,8 @@ def test_charts_of_what_is_odd():
     (drawn,) = json.loads(Chart("loss", [line]).data)["lines"]
     assert drawn["y"] == [2.0, "nan", "inf", 2.0]
     assert drawn["x"] == [[1, 2, 3, 4], [10, 11, 12, 13]]
-    many = Chart("many", [Line("line", [(at, float(at % 7), at) for at in range(100_000)])])
-    assert len(many.data) < 60_000
+    chart = Chart("many", [Line("line", [(at, float(at % 7), at) for at in range(100_000)])])
+    assert len(chart.data) < 60_000
 
 
 def test_the_words_of_somebody_else_are_text(place, tmp_path):
@@ -658,9 +658,9 @@ def test_a_report_that_cannot_be_written_does_not_change_how_a_run_ends(tmp_path
     folder = tmp_path / "lightning_logs/it"
     (folder / "report.html").unlink()
     (folder / "report.html").mkdir()
-    again = forked(tmp_path, *FIT)
-    assert again.code == 0
-    assert "The report can't be written" in again.output
+    resumed = forked(tmp_path, *FIT)
+    assert resumed.code == 0
+    assert "The report can't be written" in resumed.output
 
 
 # In a browser ---------------------------------------------------------------------------------------------------------
@@ -680,8 +680,8 @@ def browser(tmp_path_factory):
     webdriver = pytest.importorskip("selenium.webdriver")
     options = webdriver.ChromeOptions()
     options.binary_location = programs[0]
-    for word in (*WORDS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
-        options.add_argument(word)
+    for argument in (*WORDS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
+        options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(programs[1]))
     try:

@@ -39,13 +39,13 @@ def test_the_page_about_keys_has_the_same_table():
         (ROOT / "docs/keys.md").read_text(),
         re.MULTILINE,
     )
-    said = {}
+    documented = {}
     for kind, _, keys in rows:
         for key in re.findall(r"`([^`]+)`", keys):
             head, brace, inner = key.partition("{")
-            for one in inner.rstrip("}").split(", ") if brace else [""]:
-                said[head + one] = {"freely": "free", "freely, with a line": "said", "never": "never"}.get(kind, "word")
-    assert said == KINDS
+            for tail in inner.rstrip("}").split(", ") if brace else [""]:
+                documented[head + tail] = {"freely": "free", "freely, with a line": "said", "never": "never"}.get(kind, "word")
+    assert documented == KINDS
 
 
 def test_a_key_is_matched_whole():
@@ -83,13 +83,13 @@ def test_another_learning_rate_takes_a_word_and_then_takes_effect(quick, tmp_pat
     assert killed.code == -signal.SIGKILL, killed.output
     assert "HINT: if it is to go on so" in quick(*FIT, STOP, lr).output
 
-    goes_on = quick(*FIT, STOP, lr, "--change=model.optimizer.init_args.lr")
-    assert goes_on.code == 0, goes_on.output
-    assert "Detected call" not in goes_on.output
+    resumed = quick(*FIT, STOP, lr, "--change=model.optimizer.init_args.lr")
+    assert resumed.code == 0, resumed.output
+    assert "Detected call" not in resumed.output
     assert saved(tmp_path)["model"]["optimizer"]["init_args"]["lr"] == 0.5
     kept = yaml.safe_load((tmp_path / "lightning_logs/it/config-until-step-000000004.yaml").read_text())
     assert kept["model"]["optimizer"]["init_args"]["lr"] == 0.01
-    rates = goes_on.curve("train/lr")
+    rates = resumed.curve("train/lr")
 
     (tmp_path / "lightning_logs/it").rename(tmp_path / "done")
     whole = quick(*FIT, faults(), lr).curve("train/lr")
@@ -109,10 +109,10 @@ def test_another_learning_rate_takes_a_word_and_then_takes_effect(quick, tmp_pat
 )
 def test_another_schedule_goes_on_where_it_would_be(quick, scheduler, decay):
     assert quick(*FIT, STOP).code == 143
-    other = (f"--model.lr_scheduler={scheduler}", *decay, "--change=model.lr_scheduler,model.lr_interval")
-    goes_on = quick(*FIT, STOP, *other)
-    assert goes_on.code == 0, goes_on.output
-    rates = goes_on.curve("train/lr")
+    words = (f"--model.lr_scheduler={scheduler}", *decay, "--change=model.lr_scheduler,model.lr_interval")
+    resumed = quick(*FIT, STOP, *words)
+    assert resumed.code == 0, resumed.output
+    rates = resumed.curve("train/lr")
     expected = {5: 0.002, 6: 0.0002, 7: 0.0002, 8: 0.0002} if scheduler == "StepLR" else dict.fromkeys(range(5, 9), 0.02)
     assert {step: rates[step] for step in range(5, 9)} == pytest.approx(expected, rel=1e-3)
 
@@ -140,9 +140,9 @@ def test_it_starts_from_a_checkpoint_of_another_run_only_if_that_was_trained_so(
     configuration = json.loads(path.with_suffix(".json").read_text())["configuration"]
     assert configuration["model"]["optimizer"]["init_args"]["lr"] == 0.01
     for flag in ("--ckpt_path", "--resume"):
-        other = (*FIT, STOP, f"{flag}={path}", f"--run=by{flag}")
-        assert "--change model.label_smoothing" in quick(*other, "--model.label_smoothing=0.1").output
-        assert quick(*other).code == 0
+        words = (*FIT, STOP, f"{flag}={path}", f"--run=by{flag}")
+        assert "--change model.label_smoothing" in quick(*words, "--model.label_smoothing=0.1").output
+        assert quick(*words).code == 0
         assert saved(tmp_path, f"by{flag}")["ckpt_path"] == str(path)
 
 

@@ -80,12 +80,12 @@ def test_what_can_not_be_compared(run, tmp_path, capsys):
 
 def test_settings_that_differ(run, capsys):
     trainer = {"devices": 1, "default_root_dir": "x", "max_epochs": 1, "exact": False}
-    one = {"seed_everything": 0, "run": "a", "trainer": trainer}
-    other = {"seed_everything": 1, "run": "b", "trainer": {"devices": 2, "default_root_dir": "y", "max_epochs": 1}}
+    first = {"seed_everything": 0, "run": "a", "trainer": trainer}
+    second = {"seed_everything": 1, "run": "b", "trainer": {"devices": 2, "default_root_dir": "y", "max_epochs": 1}}
     model = {"class_path": "SGD", "init_args": {"lr": 1, "momentum": 0}}
-    run("a", 1, config={**one, "model": model})
+    run("a", 1, config={**first, "model": model})
     start = replace(START, weights="f" * 16)
-    run("b", 1, config={**other, "model": {"class_path": "Adam", "init_args": {"lr": 2}}}, start=start)
+    run("b", 1, config={**second, "model": {"class_path": "Adam", "init_args": {"lr": 2}}}, start=start)
     assert same.main(["a", "b"]) == 1
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert lines[lines.index("Settings that differ:") :] == [
@@ -129,13 +129,13 @@ MONITOR = "DeviceStatsMonitor.on_train_batch_end/cpu_percent"
 def test_states_and_logged_values_are_compared(run, tmp_path, capsys):
     """Their steps are the same. What differs lies in the checkpoints, as an average of the weights does, or was logged only."""
 
-    def kept(name: str, average: float = 1.0, seen: int = 3, validated: float = 0.5, **more: object) -> None:
+    def kept(name: str, average: float = 1.0, seen: int = 3, validated: float = 0.5, **extra: object) -> None:
         run(name, 1, 2)
         folder = tmp_path / "lightning_logs" / name
         (folder / "checkpoints").mkdir()
         callbacks = {"Mine{}": {"seen": seen, "best": str(folder / "best.ckpt")}, "Other": {"nothing": float("nan")}}
         callbacks["Timer"] = {"time_elapsed": {"train": float(len(name))}}  # no two runs have the same
-        checkpoint = {"state_dict": {"layer.weight": torch.full((2,), average)}, "callbacks": callbacks, "loops": name, **more}
+        checkpoint = {"state_dict": {"layer.weight": torch.full((2,), average)}, "callbacks": callbacks, "loops": name, **extra}
         torch.save(checkpoint, folder / "checkpoints/step-000000002.ckpt")
         events = Events(str(folder))
         events.log_metrics({"val_loss": validated, "speed/step_s": float(len(name)), MONITOR: float(len(name))}, 2)

@@ -28,10 +28,10 @@ if __name__ == "__main__":
 
 def test_a_finished_run_is_quiet_and_its_figures_are_printed_once(quick: Cli) -> None:
     assert quick("fit", *FIT, "--run=it", "--trainer.threads=2").code == 0
-    again = quick("fit", *FIT, "--run=it", "--trainer.threads=1", "--change=trainer.threads")
-    assert again.code == 0
-    assert "nothing was left to do" in again.output
-    assert "WARNING" not in again.output.replace("WARNING The configuration of the run has changed", ""), again.output
+    repeated = quick("fit", *FIT, "--run=it", "--trainer.threads=1", "--change=trainer.threads")
+    assert repeated.code == 0
+    assert "nothing was left to do" in repeated.output
+    assert "WARNING" not in repeated.output.replace("WARNING The configuration of the run has changed", ""), repeated.output
     longer = quick("fit", *FIT[:-1], "--trainer.max_epochs=2", "--run=it", "--trainer.threads=1", "--change=trainer.threads")
     assert "with 1 thread(s) for each rank's operations in place of 2" in longer.output, longer.output
     checked = quick("validate", *FIT[:-1], "--run=it")

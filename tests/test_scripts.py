@@ -299,13 +299,13 @@ def test_a_port_in_use_on_one_node_is_one_line():
 )
 def test_one_node_recovers_from_each_lost_rank(tmp_path, ranks, kills):
     """Each attempt goes on where the last one was killed."""
-    again = (
+    flags = (
         "--checkpoints.every_n_steps=1",
         "--trainer.log_every_n_steps=1",
         "--run=it",
         f"--data.global_batch_size={16 * ranks}",
     )
-    with launching(tmp_path, LAUNCH, *LONG, *again, NPROC_PER_NODE=str(ranks), MAX_RESTARTS=str(kills)) as run:
+    with launching(tmp_path, LAUNCH, *LONG, *flags, NPROC_PER_NODE=str(ranks), MAX_RESTARTS=str(kills)) as run:
         assert run.stdout is not None
         seen, killed, steps = "", 0, [0]
         for line in run.stdout:

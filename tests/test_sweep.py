@@ -37,12 +37,12 @@ def test_what_is_drawn_stays_when_keys_and_samples_are_added(tmp_path):
     before = read_sweep(sweep(tmp_path)).trials
     longer = read_sweep(sweep(tmp_path, SWEEP.replace("2\n", "3\n", 1) + "  model.momentum: {uniform: [0, 1]}\n")).trials
     assert [{key: trial[key] for key in before[0]} for trial in longer[:4]] == before
-    other = read_sweep(sweep(tmp_path, SWEEP + "seed: 1\n")).trials
-    assert other != before
+    reseeded = read_sweep(sweep(tmp_path, SWEEP + "seed: 1\n")).trials
+    assert reseeded != before
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("keys: [", "is not YAML"),
         ("samples: 2", "under 'keys'"),
@@ -66,8 +66,8 @@ def test_what_is_drawn_stays_when_keys_and_samples_are_added(tmp_path):
         ("keys: {a: {choice: 3}}", "choice takes a list of values, and not 3"),
     ],
 )
-def test_what_is_wrong_with_a_sweep_is_said(tmp_path, text, said):
-    with pytest.raises(UserError, match=said):
+def test_what_is_wrong_with_a_sweep_is_said(tmp_path, text, message):
+    with pytest.raises(UserError, match=message):
         read_sweep(sweep(tmp_path, text))
 
 
@@ -85,7 +85,7 @@ def test_which_trial_is_said_by_a_flag_or_by_the_task_of_a_job_array(tmp_path, m
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["fit", "--trial=1"], "no --sweep says of what"),
         (["fit", "--sweep={file}"], "has 4 trials; which one"),
@@ -94,16 +94,16 @@ def test_which_trial_is_said_by_a_flag_or_by_the_task_of_a_job_array(tmp_path, m
         (["fit", "--sweep={file}", "--trial=1", "--data.flip", "none"], "data.flip is said twice"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path, words, said):
-    with pytest.raises(UserError, match=said):
-        with_trial([word.format(file=sweep(tmp_path)) for word in words])
+def test_what_cannot_be_is_refused(tmp_path, words, message):
+    with pytest.raises(UserError, match=message):
+        with_trial([argument.format(file=sweep(tmp_path)) for argument in words])
 
 
 def test_the_sweep_that_comes_along_is_of_keys_that_there_are(quick, tmp_path):
     words = (*TINY, "--data.batch_size=16", "--trainer.max_steps=2", "--run=it", "--trial=2")
     run = quick("fit", f"--config={ROOT}/configs/ddp.yaml", f"--sweep={ROOT}/configs/sweeps/lr.yaml", *words)
     assert run.code == 0, run.output
-    assert [one.name for one in run.runs] == ["it-2"]
+    assert [path.name for path in run.runs] == ["it-2"]
     rate = re.search(r"Trial: --run it-2 --data.global_batch_size=128 --model.optimizer.init_args.lr=([\d.]+)", run.output)
     assert rate is not None, run.output
     assert f"lr: {rate[1]}\n" in (run.runs[0] / "config.yaml").read_text()

@@ -23,27 +23,27 @@ def trainer(tmp_path, **settings):
     return Trainer(default_root_dir=tmp_path, **short | quiet | settings)
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["deepcopy", "pickle"])
 def test_it_can_be_copied_before_and_after_a_fit(tmp_path, how):
     """As Lightning's tuner, notebooks and ddp_spawn do."""
     first = trainer(tmp_path, logger=None)
     copied = how(first)
     first.fit(BoringModel())
-    again = how(first)
-    for one in (copied, again):
-        one.fit_loop.max_epochs = 2
-        one.fit(BoringModel())
-    assert (first.global_step, copied.global_step, again.global_step) == (4, 8, 8)
+    recopied = how(first)
+    for duplicate in (copied, recopied):
+        duplicate.fit_loop.max_epochs = 2
+        duplicate.fit(BoringModel())
+    assert (first.global_step, copied.global_step, recopied.global_step) == (4, 8, 8)
 
 
 def test_two_fits_in_a_row_go_on(tmp_path):
     """As with Lightning's: the second one takes up where the first ended, and a test follows."""
-    model, data, one = BoringModel(), BoringDataModule(), trainer(tmp_path)
-    one.fit(model, data)
-    one.fit_loop.max_epochs = 3
-    one.fit(model, data)
-    assert (one.global_step, one.current_epoch) == (12, 3)
-    assert one.test(model, data) == [{}] or one.test(model, data)
+    model, data, made = BoringModel(), BoringDataModule(), trainer(tmp_path)
+    made.fit(model, data)
+    made.fit_loop.max_epochs = 3
+    made.fit(model, data)
+    assert (made.global_step, made.current_epoch) == (12, 3)
+    assert made.test(model, data) == [{}] or made.test(model, data)
 
 
 class Stream(IterableDataset):
@@ -58,9 +58,9 @@ def test_an_epoch_of_unknown_length_is_over_when_it_is(tmp_path):
     first, data = trainer(tmp_path, limit_train_batches=None), DataLoader(Stream(), batch_size=None)
     first.fit(BoringModel(), data)
     first.save_checkpoint(tmp_path / "end.ckpt")
-    again = trainer(tmp_path, limit_train_batches=None, max_epochs=3)
-    again.fit(BoringModel(), data, ckpt_path=tmp_path / "end.ckpt")
-    assert (again.current_epoch, again.global_step) == (3, 15)
+    resumed = trainer(tmp_path, limit_train_batches=None, max_epochs=3)
+    resumed.fit(BoringModel(), data, ckpt_path=tmp_path / "end.ckpt")
+    assert (resumed.current_epoch, resumed.global_step) == (3, 15)
 
 
 class Frozen(BoringModel):
@@ -69,10 +69,10 @@ class Frozen(BoringModel):
 
 
 def test_a_module_needs_no_optimizer(tmp_path):
-    one = trainer(tmp_path, enable_progress_bar=True)
+    made = trainer(tmp_path, enable_progress_bar=True)
     with pytest.warns(UserWarning, match="will run with no optimizer"):
-        one.fit(Frozen())
-    assert one.state.finished
+        made.fit(Frozen())
+    assert made.state.finished
 
 
 class Place(Callback):
@@ -91,20 +91,20 @@ class Place(Callback):
 def test_a_path_in_a_callbacks_state_comes_back(tmp_path):
     trainer(tmp_path, callbacks=[Place(tmp_path)]).fit(BoringModel())
     newest = max((tmp_path / "checkpoints").glob("*.ckpt"))
-    again = trainer(tmp_path, max_epochs=2, callbacks=[place := Place(None)])
-    again.fit(BoringModel(), ckpt_path=newest)
-    assert (again.global_step, place.path) == (8, tmp_path)
+    resumed = trainer(tmp_path, max_epochs=2, callbacks=[place := Place(None)])
+    resumed.fit(BoringModel(), ckpt_path=newest)
+    assert (resumed.global_step, place.path) == (8, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_ddp_spawn(tmp_path, monkeypatch, devices):
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    one, model = trainer(tmp_path, devices=devices, strategy="ddp_spawn"), BoringModel()
+    made, model = trainer(tmp_path, devices=devices, strategy="ddp_spawn"), BoringModel()
     before = torch.clone(model.layer.weight)
-    one.fit(model)
+    made.fit(model)
     assert not torch.equal(before, model.layer.weight)
-    assert one.state.finished
+    assert made.state.finished
 
 
 def test_a_run_without_a_folder_gets_one_of_its_own(tmp_path, monkeypatch):
@@ -117,7 +117,7 @@ def test_a_run_without_a_folder_gets_one_of_its_own(tmp_path, monkeypatch):
     folders = sorted((tmp_path / "lightning_logs").iterdir())
     assert len(folders) == 3
     assert all((folder / "checkpoints/step-000000004.ckpt").is_file() for folder in folders)
-    assert [one.name for one in tmp_path.iterdir()] == ["lightning_logs"]
+    assert [path.name for path in tmp_path.iterdir()] == ["lightning_logs"]
 
 
 def test_last_is_the_newest_checkpoint_of_the_folder(tmp_path, caplog):
@@ -126,12 +126,12 @@ def test_last_is_the_newest_checkpoint_of_the_folder(tmp_path, caplog):
     assert caplog.text.count(f"There is no checkpoint in {tmp_path}: the run begins at its beginning.") == 1
     assert "last checkpoint" not in caplog.text, "Lightning's words"
     checkpoints = sorted((tmp_path / "checkpoints").glob("*.ckpt"))
-    assert [one.name for one in checkpoints] == ["step-000000004.ckpt"]
+    assert [path.name for path in checkpoints] == ["step-000000004.ckpt"]
     (tmp_path / "checkpoints/step-000000009.ckpt").write_bytes(b"cut short")
-    again = trainer(tmp_path)
-    again.fit_loop.max_epochs = 2
-    again.fit(BoringModel(), ckpt_path="last")
-    assert (again.global_step, again.current_epoch) == (8, 2)
+    resumed = trainer(tmp_path)
+    resumed.fit_loop.max_epochs = 2
+    resumed.fit(BoringModel(), ckpt_path="last")
+    assert (resumed.global_step, resumed.current_epoch) == (8, 2)
 
 
 def test_a_gradient_accumulation_that_is_set_twice_is_refused(tmp_path):
@@ -152,9 +152,9 @@ def test_a_module_that_steps_by_itself_in_float64(tmp_path):
         optimizer.step()
 
     model.training_step = training_step
-    one = trainer(tmp_path, precision="64-true")
-    one.fit(model)
-    assert one.global_step == 4
+    made = trainer(tmp_path, precision="64-true")
+    made.fit(model)
+    assert made.global_step == 4
 
 
 def test_the_best_is_found_by_what_is_there(tmp_path):
@@ -162,10 +162,10 @@ def test_the_best_is_found_by_what_is_there(tmp_path):
         def validation_step(self, batch, batch_idx):
             self.log("val_loss", float([3, 1, 2][self.current_epoch]))
 
-    one = trainer(tmp_path)
-    one.fit_loop.max_epochs = 3
-    one.fit(Validated())
-    assert one.checkpoint_callback.best_model_path.endswith("step-000000008.ckpt")
+    made = trainer(tmp_path)
+    made.fit_loop.max_epochs = 3
+    made.fit(Validated())
+    assert made.checkpoint_callback.best_model_path.endswith("step-000000008.ckpt")
 
 
 @pytest.mark.parametrize(

@@ -71,11 +71,11 @@ def test_nothing_of_launch_sh_on_one_node_listens_to_another(tmp_path):
 
 def test_a_stranger_who_sends_to_every_port_changes_nothing(quick, tmp_path, request):
     """Datagrams that once ended a rank, and connections that say nothing which makes sense."""
-    many = 10_000 if request.config.getoption("--faults") else 500
-    for name, sends in (("quiet", 0), ("busy", many // 8)):
+    count = 10_000 if request.config.getoption("--faults") else 500
+    for name, sends in (("quiet", 0), ("busy", count // 8)):
         run = quick(*FIT[:-1], f"--run={name}", stranger(sends=sends), ranks=2)
         assert run.code == 0, run.output
-    assert int((tmp_path / "clients.txt").read_text()) >= many
+    assert int((tmp_path / "clients.txt").read_text()) >= count
     same = program(tmp_path, "same", "quiet", "busy")
     assert same.code == 0, same.output
 
@@ -98,7 +98,7 @@ def test_what_lies_in_the_store_of_torchruns_agents_runs_no_code(tmp_path, monke
 
 def listening_of(folder: Path, words: tuple[str, ...]) -> set[str]:
     """Runs a program, and returns who of it, and of what it starts, listens to more than this host, at any time."""
-    found: set[str] = set()
+    listening: set[str] = set()
     with (folder / "output.txt").open("w") as output:
         program = [sys.executable, "-m", "project", *words]
         process = subprocess.Popen(program, cwd=folder, env=environment(), stdout=output, stderr=subprocess.STDOUT)
@@ -106,11 +106,15 @@ def listening_of(folder: Path, words: tuple[str, ...]) -> set[str]:
         while process.poll() is None:
             now = listeners(folder)
             seen += len(now)
-            found |= {f"{one.address} {one.port} {one.program}" for one in now if not on_loopback(one.address)}
+            listening |= {
+                f"{listener.address} {listener.port} {listener.program}"
+                for listener in now
+                if not on_loopback(listener.address)
+            }
             time.sleep(0.03)  # without a pause these looks take a whole core, which the program needs
     assert process.returncode == 0, (folder / "output.txt").read_text()
     assert seen, "somebody was seen to listen"
-    return found
+    return listening
 
 
 @pytest.mark.slow
@@ -157,9 +161,9 @@ def test_secrets_are_in_config_yaml_alone_which_its_owner_can_read(quick, tmp_pa
     assert run.code == 0, run.output
     folder = tmp_path / "lightning_logs/it"
     assert quick("export", "--run=it", "--to=safetensors").code == 0
-    again = quick("fit", "--run=it", "--trainer.max_steps=9")
-    assert again.code == 0, again.output
-    assert "has changed" not in again.output
+    resumed = quick("fit", "--run=it", "--trainer.max_steps=9")
+    assert resumed.code == 0, resumed.output
+    assert "has changed" not in resumed.output
     holding = {
         str(file.relative_to(tmp_path)): secret
         for file in tmp_path.rglob("*")

@@ -30,5 +30,5 @@ class Vandal(Callback):
 
     def on_train_end(self, trainer, pl_module):
         if trainer.is_global_zero:
-            state = b"".join(one.numpy().tobytes() for one in pl_module.state_dict().values())
+            state = b"".join(tensor.numpy().tobytes() for tensor in pl_module.state_dict().values())
             Path(f"weights-{self._steps}.txt").write_text(hashlib.sha256(state).hexdigest())

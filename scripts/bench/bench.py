@@ -62,7 +62,7 @@ class Comparison:
         rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())} if ranks > 1 else {}
         return Program(name or plain_in(precision), ranks, (command,) * ranks, {**self._environment(ranks), **rendezvous})
 
-    def ours(self, name: str, ranks: int, *words: str) -> Program:
+    def project(self, name: str, ranks: int, *words: str) -> Program:
         command = (
             *(sys.executable, "-m", "project", "fit", f"--config={self.config}", f"--run={name.replace(' ', '-')}-{ranks}"),
             *(f"--trainer.devices={ranks}", "--trainer.num_nodes=1", "--trainer.max_epochs=1000000", "--trainer.max_steps=-1"),
@@ -96,8 +96,8 @@ def training(comparison: Comparison, ranks: int, dtypes: Sequence[torch.dtype]) 
     precisions = [_SHORT[dtype] for dtype in dtypes]
     words = ("--batch-size", f"{comparison.batch_size}", "--workers", f"{comparison.workers(ranks)}")
     plain = [comparison.plain(ranks, precision, *words) for precision in precisions]
-    same = comparison.ours(SAME, ranks, "--trainer.precision=32-true", "--model.channels_last=false")
-    programs = [plain[0], same, *plain[1:], comparison.ours(OURS, ranks)]
+    same = comparison.project(SAME, ranks, "--trainer.precision=32-true", "--model.channels_last=false")
+    programs = [plain[0], same, *plain[1:], comparison.project(OURS, ranks)]
     peaks: dict[str, list[float]] = {precision: [] for precision in precisions}
 
     def product() -> None:
@@ -111,10 +111,10 @@ def training(comparison: Comparison, ranks: int, dtypes: Sequence[torch.dtype]) 
 
 def compute_alike(measured: dict[str, Measured]) -> None:
     """Refuses to compare TF32 with fp32."""
-    ways = {str(one.fp32): name for name, one in measured.items()}
+    ways = {str(program.fp32): name for name, program in measured.items()}
     if len(ways) > 1:
-        said = "; ".join(f"{name}: {way}" for way, name in ways.items())
-        raise UserError(f"The programs compute otherwise in fp32, so their speeds don't compare: {said}.")
+        listing = "; ".join(f"{name}: {way}" for way, name in ways.items())
+        raise UserError(f"The programs compute otherwise in fp32, so their speeds don't compare: {listing}.")
 
 
 def framework(comparison: Comparison, ranks: int) -> Round:
@@ -122,19 +122,19 @@ def framework(comparison: Comparison, ranks: int) -> Round:
     small = ("--data.source.init_args.image_size=8", "--data.batch_size=2", "--data.crop_padding=0")
     programs = [
         comparison.plain(ranks, "fp32", "--trivial", "--batch-size=2", name=PLAIN),
-        comparison.ours(OURS, ranks, "--model.network=scripts.bench.worker.Trivial", "--trainer.precision=32-true", *small),
+        comparison.project(OURS, ranks, "--model.network=scripts.bench.worker.Trivial", "--trainer.precision=32-true", *small),
     ]
     measured = interleaved(programs, comparison.folder, comparison.turns, comparison.steps * _FRAMEWORK_STEPS, None, _LEAST)
     return Round(ranks, 2, measured)
 
 
-def loading(comparison: Comparison, ours: Callable[[], Iterator[int]]) -> dict[str, list[float]]:
+def loading(comparison: Comparison, project_batches: Callable[[], Iterator[int]]) -> dict[str, list[float]]:
     """Samples a second of one core, from the loader to the batch that is ready on the device; no network."""
     plain = load(str(PLAIN_LOOP))
     args = plain.arguments().parse_args([f"--size={comparison.images}", f"--batch-size={comparison.batch_size}"])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    def theirs() -> Iterator[int]:
+    def plain_batches() -> Iterator[int]:
         for images, labels in plain.loader_of(args):
             images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             yield len(labels)
@@ -144,7 +144,7 @@ def loading(comparison: Comparison, ours: Callable[[], Iterator[int]]) -> dict[s
     torch.set_num_threads(1)
     try:
         for number in range(comparison.turns + 1):
-            for name, batches in ((PLAIN, theirs), (OURS, ours)):
+            for name, batches in ((PLAIN, plain_batches), (OURS, project_batches)):
                 speed = _pace(batches())
                 if number:
                     speeds[name].append(speed)
@@ -198,46 +198,47 @@ def results(rounds: Sequence[Round], alone: Round, loaders: dict[str, list[float
         "batch_size": comparison.batch_size,
         "turns": comparison.turns,
         "steps": comparison.steps,
-        "training": [_training_results(one, comparison.flops) for one in rounds],
+        "training": [_training_results(round_, comparison.flops) for round_ in rounds],
         "framework": {
             "ranks": alone.ranks,
             "steps": {name: value.steps for name, value in alone.programs.items()},
             "us_a_step": {name: 1e6 * value.step for name, value in alone.programs.items()},
             "us_more": [
-                1e6 * (ours - plain)
-                for ours, plain in zip(alone.programs[OURS].seconds, alone.programs[PLAIN].seconds, strict=True)
+                1e6 * (project - plain)
+                for project, plain in zip(alone.programs[OURS].seconds, alone.programs[PLAIN].seconds, strict=True)
             ],
             "phases_us": {
-                name: {phase: 1e6 * value for phase, value in one.phases.items()} for name, one in alone.programs.items()
+                name: {phase: 1e6 * value for phase, value in program.phases.items()}
+                for name, program in alone.programs.items()
             },
         },
         "loading": {
             "samples_per_s": loaders,
-            "ratio": [ours / plain for ours, plain in zip(loaders[OURS], loaders[PLAIN], strict=True)],
+            "ratio": [project / plain for project, plain in zip(loaders[OURS], loaders[PLAIN], strict=True)],
         },
     }
 
 
-def _training_results(one: Round, flops: float) -> dict[str, Any]:
-    found = {
+def _training_results(round_: Round, flops: float) -> dict[str, Any]:
+    programs = {
         name: {
-            "samples_per_s": [one.batch_size * one.ranks / value for value in measured.seconds],
+            "samples_per_s": [round_.batch_size * round_.ranks / value for value in measured.seconds],
             "steps": measured.steps,
-            "ratio": measured.against(one.programs[plain_in("fp32")]),
-            "cpu_s_per_1000": 1e3 * median(measured.cpu) / (one.batch_size * one.ranks),
+            "ratio": measured.against(round_.programs[plain_in("fp32")]),
+            "cpu_s_per_1000": 1e3 * median(measured.cpu) / (round_.batch_size * round_.ranks),
             "peak_memory": measured.memory,
             "phases_ms": {phase: 1e3 * value for phase, value in measured.phases.items()},
-            "flops": flops * one.speed(name),
+            "flops": flops * round_.speed(name),
         }
-        for name, measured in one.programs.items()
+        for name, measured in round_.programs.items()
     }
     # Like beside like: ours as the config has it against the plain loop in its precision.
-    for precision in (name for name in one.peaks if name != "fp32"):
+    for precision in (name for name in round_.peaks if name != "fp32"):
         for name in (plain_in(precision), OURS):
-            found[name][f"ratio_in_{precision}"] = one.programs[name].against(one.programs[plain_in(precision)])
+            programs[name][f"ratio_in_{precision}"] = round_.programs[name].against(round_.programs[plain_in(precision)])
     return {
-        "ranks": one.ranks,
-        "fp32": one.programs[OURS].fp32,
-        "peak_flops": one.peaks,
-        "programs": found,
+        "ranks": round_.ranks,
+        "fp32": round_.programs[OURS].fp32,
+        "peak_flops": round_.peaks,
+        "programs": programs,
     }

@@ -46,9 +46,9 @@ class Measured:
     def step(self) -> float:
         return statistics.median(self.seconds)
 
-    def against(self, other: "Measured") -> list[float]:
+    def against(self, reference: "Measured") -> list[float]:
         """How often it fits into the other's time: turn by turn."""
-        return [theirs / ours for ours, theirs in zip(self.seconds, other.seconds, strict=True)]
+        return [base / own for own, base in zip(self.seconds, reference.seconds, strict=True)]
 
 
 class Running:
@@ -97,21 +97,23 @@ class Running:
         for rank in self._lines:
             rank.write(json.dumps({"steps": steps, "phases": phases}) + "\n")
             rank.flush()
-        told = self._hear()
+        answers = self._hear()
         return {
-            "seconds": max(one["seconds"] for one in told) / steps,
-            "phases": {name: sum(one["phases"][name] for one in told) / len(told) / steps for name in told[0]["phases"]},
+            "seconds": max(answer["seconds"] for answer in answers) / steps,
+            "phases": {
+                name: sum(answer["phases"][name] for answer in answers) / len(answers) / steps for name in answers[0]["phases"]
+            },
             "cpu": (self._cpu() - before) / steps,
         }
 
     def _hear(self) -> list[dict[str, Any]]:
-        told = []
+        answers = []
         for rank in self._lines:
             line = ""
             with suppress(ConnectionError):
                 line = rank.readline()
-            told.append(json.loads(line or self._complain()))
-        return told
+            answers.append(json.loads(line or self._complain()))
+        return answers
 
     def _complain(self) -> NoReturn:
         last = "\n  ".join(self._log.read_text(errors="replace").strip().splitlines()[-15:])
@@ -120,12 +122,12 @@ class Running:
     def _all(self) -> list[Path]:
         """Its processes, in /proc: those of the sessions that were started here."""
         sessions = {str(process.pid) for process in self._processes}
-        found = []
+        processes = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):
                 if stat.read_text().rpartition(")")[2].split()[3] in sessions:
-                    found.append(stat.parent)
-        return found
+                    processes.append(stat.parent)
+        return processes
 
     def _cpu(self) -> float:
         total = 0
@@ -187,16 +189,16 @@ def interleaved(
         for program in programs:  # one at a time: several that start at once would only be in each other's way
             running.append(stack.enter_context(Running(program, folder)))
             measured[program.name].fp32 = running[-1].ready()
-        for one in running:
-            measured[one.name].steps = _warm_up(one, steps, least_seconds)
+        for process in running:
+            measured[process.name].steps = _warm_up(process, steps, least_seconds)
         for _ in range(turns):
-            for one in running:
-                turn = one.turn(measured[one.name].steps)
-                measured[one.name].seconds.append(turn["seconds"])
-                measured[one.name].cpu.append(turn["cpu"])
+            for process in running:
+                turn = process.turn(measured[process.name].steps)
+                measured[process.name].seconds.append(turn["seconds"])
+                measured[process.name].cpu.append(turn["cpu"])
             if between is not None:
                 between()
-        for one in running:  # apart from the others, because to look is to disturb
-            measured[one.name].phases = one.turn(measured[one.name].steps, phases=True)["phases"]
-            measured[one.name].memory = one.memory()
+        for process in running:  # apart from the others, because to look is to disturb
+            measured[process.name].phases = process.turn(measured[process.name].steps, phases=True)["phases"]
+            measured[process.name].memory = process.memory()
     return measured

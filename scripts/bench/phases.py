@@ -59,10 +59,10 @@ class LastGradient:
     def _begins(self, module: nn.Module, inputs: Any) -> None:
         """The first module that learns is the whole network. A metric is a module, too, and so is the twin without values by
         which operations are counted."""
-        learning = [one for one in module.parameters() if one.requires_grad and not one.is_meta]
+        learning = [parameter for parameter in module.parameters() if parameter.requires_grad and not parameter.is_meta]
         if learning:
             self.end()
-            self._hooks = [one.register_post_accumulate_grad_hook(self._note) for one in learning]
+            self._hooks = [parameter.register_post_accumulate_grad_hook(self._note) for parameter in learning]
 
     def _note(self, parameter: Tensor) -> None:
         self._last = parameter
@@ -121,8 +121,8 @@ class Phases:
             register_optimizer_step_post_hook(lambda *_: self.mark("optimiser")).remove,
         ]
         if last_gradient is not None:
-            there = last_gradient.register_post_accumulate_grad_hook(lambda _: self.mark("backward"))
-            self._undo.append(there.remove)
+            hook = last_gradient.register_post_accumulate_grad_hook(lambda _: self.mark("backward"))
+            self._undo.append(hook.remove)
 
     def _around(self, owner: Any, name: str, before: str, after: str) -> None:
         """Marks where a method begins and ends."""

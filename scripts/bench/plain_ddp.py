@@ -131,9 +131,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, default=64, help="of each process")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--lr", type=float, default=0.01)
-    usual = "fp16" if torch.cuda.is_available() else "fp32"
+    default_precision = "fp16" if torch.cuda.is_available() else "fp32"
     parser.add_argument(
-        "--precision", choices=["fp32", "fp16", "bf16"], default=usual, help="of the network; here: %(default)s"
+        "--precision", choices=["fp32", "fp16", "bf16"], default=default_precision, help="of the network; here: %(default)s"
     )
     return parser
 

@@ -18,9 +18,9 @@ def spread(values: Sequence[float], form: str) -> str:
 
 
 def show(results: dict[str, Any], console: Console) -> None:
-    for one in results["training"]:
-        programs = one["programs"]
-        ranks = f"{one['ranks']} process{'es' if one['ranks'] > 1 else ''}"
+    for training in results["training"]:
+        programs = training["programs"]
+        ranks = f"{training['ranks']} process{'es' if training['ranks'] > 1 else ''}"
         table = Table(title=f"Training, {ranks}, batch {results['batch_size']} each", title_justify="left")
         table.add_column("")
         for name in programs:
@@ -33,7 +33,7 @@ def show(results: dict[str, Any], console: Console) -> None:
                     spread(each[f"ratio_in_{precision}"], ".2f") if f"ratio_in_{precision}" in each else ""
                     for each in programs.values()
                 ]
-                for precision in one["peak_flops"]
+                for precision in training["peak_flops"]
                 if precision != "fp32"
             },
             "steps a turn": [f"{each['steps']:,}" for each in programs.values()],
@@ -41,7 +41,7 @@ def show(results: dict[str, Any], console: Console) -> None:
             "peak memory": [f"{each['peak_memory'] / 2**30:.2f} GiB" for each in programs.values()],
             "TFLOP/s": [f"{each['flops'] / 1e12:.3f}" for each in programs.values()],
         }
-        for precision, flops in one["peak_flops"].items():
+        for precision, flops in training["peak_flops"].items():
             rows[f"share of a matrix product in {precision}"] = [f"{each['flops'] / flops:.0%}" for each in programs.values()]
         for phase in next(iter(programs.values()))["phases_ms"]:
             rows[f"  {phase}, ms a step"] = [_phase(each["phases_ms"], phase) for each in programs.values()]
@@ -78,9 +78,14 @@ def _phase(spent: dict[str, float], phase: str) -> str:
 def draw(results: dict[str, Any], path: Path) -> None:
     """Bars: samples a second of each program, for each number of ranks."""
     bars = [
-        (f"{name}, {one['ranks']} process{'es' if one['ranks'] > 1 else ''}", name, each["samples_per_s"], each["ratio"])
-        for one in results["training"]
-        for name, each in one["programs"].items()
+        (
+            f"{name}, {training['ranks']} process{'es' if training['ranks'] > 1 else ''}",
+            name,
+            each["samples_per_s"],
+            each["ratio"],
+        )
+        for training in results["training"]
+        for name, each in training["programs"].items()
     ]
     longest = max(max(values) for _, _, values, _ in bars)
     height, width, left = 28, 420, 190

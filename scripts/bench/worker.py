@@ -44,29 +44,29 @@ class Worker:
         self._phases: Phases | None = None
 
     def after_step(self) -> None:
-        if self._lines is None or (self._left and self._goes_on()):
+        if self._lines is None or (self._left and self._has_steps_left()):
             return
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # a turn is over when the device is
-        told = {"seconds": time.perf_counter() - self._start, "phases": {}}
+        answer = {"seconds": time.perf_counter() - self._start, "phases": {}}
         if self._first_step is not None:
             self._last_gradient, self._first_step = self._first_step.end(), None
-            told["fp32"] = fp32()
+            answer["fp32"] = fp32()
         if self._phases is not None:
-            told["phases"], self._phases = self._phases.end(), None
-        self._say(told)
+            answer["phases"], self._phases = self._phases.end(), None
+        self._say(answer)
         wanted = json.loads(self._lines.readline())
         self._left = wanted["steps"]
         if wanted["phases"]:
             self._phases = Phases(self._last_gradient)
         self._start = time.perf_counter()
 
-    def _goes_on(self) -> bool:
+    def _has_steps_left(self) -> bool:
         self._left -= 1
         return self._left > 0
 
-    def _say(self, told: dict[str, Any]) -> None:
-        self._lines.write(json.dumps(told) + "\n")
+    def _say(self, answer: dict[str, Any]) -> None:
+        self._lines.write(json.dumps(answer) + "\n")
         self._lines.flush()
 
 
@@ -124,7 +124,7 @@ def load(script: str) -> ModuleType:
 def main() -> None:
     plain = load(sys.argv[1])
     trivial = "--trivial" in sys.argv
-    args = plain.arguments().parse_args([word for word in sys.argv[2:] if word != "--trivial"])
+    args = plain.arguments().parse_args([argument for argument in sys.argv[2:] if argument != "--trivial"])
     if trivial:
         plain.SyntheticDataset = Ready  # type: ignore[attr-defined]
     torch.manual_seed(0)

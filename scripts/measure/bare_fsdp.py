@@ -32,8 +32,10 @@ def train(layers: int, heads: int, width: int, context: int, micro_batch: int, a
     for block in network.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(network, mesh=mesh, reshard_after_forward=False)
-    matrices, others = ([one for one in network.parameters() if (one.ndim >= 2) == many] for many in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    matrices, vectors = (
+        [parameter for parameter in network.parameters() if (parameter.ndim >= 2) == is_matrix] for is_matrix in (True, False)
+    )
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = AdamW(groups, lr=2e-3, betas=(0.9, 0.95))
     schedule = WarmupCosine(optimizer, 30)
     data = TextData(context=context, batch_size=micro_batch)

@@ -65,8 +65,8 @@ def show(title: str, words: tuple[str, ...], ranks: int, turns: int, hosts: Host
         ]
         measured = interleaved(programs, Path(folder), turns, STEPS)
     plain, exact = measured["plain"], measured["exact"]
-    ratios = sorted(1 / one for one in exact.against(plain))
-    cpu = sorted(theirs / ours for ours, theirs in zip(plain.cpu, exact.cpu, strict=True))
+    ratios = sorted(1 / ratio for ratio in exact.against(plain))
+    cpu = sorted(exact_cpu / plain_cpu for plain_cpu, exact_cpu in zip(plain.cpu, exact.cpu, strict=True))
     print(
         f"{title:28} {1e3 * plain.step:6.1f} ms, exact {1e3 * exact.step:6.1f} ms: {median(ratios):.3f} times "
         f"({ratios[len(ratios) // 4]:.3f} to {ratios[-1 - len(ratios) // 4]:.3f}), processors {median(cpu):.3f} times; "

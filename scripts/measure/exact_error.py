@@ -32,7 +32,7 @@ def ring(terms: list[Tensor]) -> Tensor:
         for term in terms[rank * share + 1 : (rank + 1) * share]:
             total += term
         own.append((total / len(terms)).flatten())
-    parts = [one.tensor_split(RANKS) for one in own]
+    parts = [mean.tensor_split(RANKS) for mean in own]
     made = []
     for number in range(RANKS):
         total = parts[number][number].clone()
@@ -75,8 +75,8 @@ def main() -> None:
     torch.manual_seed(0)
     network, data, optimizer = {"minires": minires, "gpt": gpt}[name]()
     seen: dict[str, list[Tensor]] = {key: [] for key, _ in network.named_parameters()}
-    for key, one in network.named_parameters():
-        one.register_post_accumulate_grad_hook(lambda one, key=key: seen[key].append(one.grad.clone()))
+    for key, parameter in network.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter, key=key: seen[key].append(parameter.grad.clone()))
     gradients = ExactGradients(network, MICRO_BATCHES, 1)
     print(
         f"{name}, {MICRO_BATCHES} micro-batches a step; ring of {RANKS} ranks in float32 | one float32 | one int32 | exact sums"
@@ -92,12 +92,12 @@ def main() -> None:
         truth = {key: torch.stack(terms).double().mean(0) for key, terms in seen.items()}
         made = {"ring": {key: ring(terms) for key, terms in seen.items()}}
         made |= {f"{bits} bits": {key: on_one_grid(terms, bits) for key, terms in seen.items()} for bits in (24, 31)}
-        made["exact"] = {key: one.grad for key, one in network.named_parameters()}
+        made["exact"] = {key: parameter.grad for key, parameter in network.named_parameters()}
         if step % (steps // 6) == 0 or step == steps - 1:
             line = f"step {step:4}  loss {float(loss.detach()):.3f}"
-            for found in made.values():
-                off = {key: (found[key].double() - truth[key]).norm() for key in truth}
-                whole = torch.stack([*off.values()]).norm() / torch.stack([one.norm() for one in truth.values()]).norm()
+            for means in made.values():
+                off = {key: (means[key].double() - truth[key]).norm() for key in truth}
+                whole = torch.stack([*off.values()]).norm() / torch.stack([tensor.norm() for tensor in truth.values()]).norm()
                 worst = max(float(off[key] / truth[key].norm()) for key in truth if truth[key].norm() > 0)
                 line += f"  |  all {whole:.1e}  worst parameter {worst:.1e}"
             print(line, flush=True)

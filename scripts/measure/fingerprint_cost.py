@@ -46,7 +46,7 @@ def measure(words: list[str]) -> None:
             self.last, self.on = time.perf_counter(), True
             self.times: dict[bool, list[float]] = defaultdict(list)
             self.spent: dict[bool, list[float]] = defaultdict(list)
-            self.here, self.chance = 0.0, random.Random(0)
+            self.in_hooks, self.chance = 0.0, random.Random(0)
 
         def wrap(self, hook: Any) -> Any:
             def call(trainer: Any, *args: Any, **kwargs: Any) -> None:
@@ -54,7 +54,7 @@ def measure(words: list[str]) -> None:
                     return
                 start = time.perf_counter()
                 hook(trainer, *args, **kwargs)
-                self.here += time.perf_counter() - start
+                self.in_hooks += time.perf_counter() - start
 
             return call
 
@@ -63,23 +63,23 @@ def measure(words: list[str]) -> None:
                 return
             now = time.perf_counter()
             self.times[self.on].append(now - self.last)
-            self.spent[self.on].append(self.here)
-            self.on, self.last, self.here = self.chance.random() < 0.5, time.perf_counter(), 0.0  # log points are even
+            self.spent[self.on].append(self.in_hooks)
+            self.on, self.last, self.in_hooks = self.chance.random() < 0.5, time.perf_counter(), 0.0  # log points are even
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            found = [self.times[True], self.times[False], self.spent[True]]
-            print("found", *(statistics.median(one[WARM_UP // 2 :]) for one in found), flush=True)
+            series = [self.times[True], self.times[False], self.spent[True]]
+            print("found", *(statistics.median(times[WARM_UP // 2 :]) for times in series), flush=True)
             # The middle hides what is done seldom: gathering, writing, listening to modules.
             print("mean", statistics.mean(self.spent[True][WARM_UP // 2 :]), flush=True)
 
     before, turns = project.trainer.with_ours, Turns()
 
-    def with_turns(given: Any, *others: Any) -> Any:
-        made = before(given, *others)
-        for one in made:
-            if isinstance(one, Fingerprints):
+    def with_turns(given: Any, *arguments: Any) -> Any:
+        made = before(given, *arguments)
+        for callback in made:
+            if isinstance(callback, Fingerprints):
                 for hook in HOOKS:
-                    setattr(one, hook, turns.wrap(getattr(one, hook)))
+                    setattr(callback, hook, turns.wrap(getattr(callback, hook)))
         return [turns, *made]
 
     project.trainer.with_ours = with_turns
@@ -87,22 +87,22 @@ def measure(words: list[str]) -> None:
     main()
 
 
-def said(script: str, words: Sequence[str], folder: str, launcher: Sequence[str] = ()) -> dict[str, list[float]]:
+def printed_figures(script: str, words: Sequence[str], folder: str, launcher: Sequence[str] = ()) -> dict[str, list[float]]:
     """What a script of this folder, which measures in a process of its own, prints there: a name and figures in each line."""
-    here = os.getcwd()
+    root = os.getcwd()
     words = [
         *(*words, "--trainer.threads=1", "--trainer.accelerator=cpu", "--trainer.limit_val_batches=0"),
         *(f"--trainer.max_steps={STEPS + WARM_UP}", "--trainer.num_sanity_val_steps=0", "--checkpoints.monitor=null"),
         *("--trainer.devices=1", "--run=it"),
     ]  # fmt: skip
-    words = [word.replace("--config=", f"--config={here}/") for word in words]
+    words = [argument.replace("--config=", f"--config={root}/") for argument in words]
     done = subprocess.run(
         [sys.executable, *launcher, os.path.abspath(script), "--child", *words], cwd=folder, text=True, capture_output=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root},
     )  # fmt: skip
-    found = {line.split()[0]: [float(one) for one in line.split()[1:]] for line in done.stdout.splitlines()}
-    assert "found" in found, done.stdout + done.stderr
-    return found
+    figures = {line.split()[0]: [float(figure) for figure in line.split()[1:]] for line in done.stdout.splitlines()}
+    assert "found" in figures, done.stdout + done.stderr
+    return figures
 
 
 def main() -> None:
@@ -111,10 +111,10 @@ def main() -> None:
         return
     for name in sys.argv[1:] or list(RUNS):
         with tempfile.TemporaryDirectory() as folder:
-            found = said(__file__, RUNS[name], folder)
+            figures = printed_figures(__file__, RUNS[name], folder)
             lines = (Path(folder) / "lightning_logs/it/fingerprints.jsonl").read_text().splitlines()
-        on, off, spent = found["found"]
-        (mean,) = found["mean"]
+        on, off, spent = figures["found"]
+        (mean,) = figures["mean"]
         plain = [len(line) + 1 for line in lines if "format" not in line and "modules" not in line]
         print(
             f"{name:8} {1e3 * off:6.2f} ms, with fingerprints {1e3 * on:6.2f} ms, ratio {on / off:.4f}; in the callback "

@@ -89,13 +89,13 @@ def chosen(only: str) -> list[Check]:
 
 def members(folder: str) -> list[int]:
     """The living processes that work in this folder: ranks and their wardens have sessions of their own."""
-    found = []
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            here = os.readlink(process / "cwd")
-            if (here == folder or here.startswith(f"{folder}/")) and int(process.name) != os.getpid():
-                found.append(int(process.name))
-    return found
+            place = os.readlink(process / "cwd")
+            if (place == folder or place.startswith(f"{folder}/")) and int(process.name) != os.getpid():
+                pids.append(int(process.name))
+    return pids
 
 
 def end(folder: str) -> None:
@@ -115,8 +115,8 @@ def perform(check: Check, on: str, limit: float, program: Path = PROGRAM) -> dic
         folder = os.path.realpath(place)
         path = os.pathsep.join((str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
         around = {**os.environ, "PYTHONPATH": path} | ({"CUDA_VISIBLE_DEVICES": ""} if on == "cpu" else {})
-        said = Path(folder, "said.txt")
-        with said.open("w") as file:
+        output = Path(folder, "said.txt")
+        with output.open("w") as file:
             process = subprocess.Popen(
                 [sys.executable, str(program), check.name, on],
                 cwd=folder, env=around, stdin=subprocess.DEVNULL, stdout=file,
@@ -129,16 +129,16 @@ def perform(check: Check, on: str, limit: float, program: Path = PROGRAM) -> dic
         finally:
             end(folder)
             process.wait()
-        lines = said.read_text(errors="replace").strip().splitlines()
-    found: dict[str, Any] = {"state": BAD, "figure": f"ended with code {code}: {lines[-1][:150] if lines else 'not a word'}"}
+        lines = output.read_text(errors="replace").strip().splitlines()
+    result: dict[str, Any] = {"state": BAD, "figure": f"ended with code {code}: {lines[-1][:150] if lines else 'not a word'}"}
     if code is None:
         cut = limit < check.limit  # it might have ended well
-        found = {"state": NOT_RUN if cut else BAD, "figure": f"not through after {limit:.0f} s" + ", the budget's end" * cut}
+        result = {"state": NOT_RUN if cut else BAD, "figure": f"not through after {limit:.0f} s" + ", the budget's end" * cut}
     elif code == 0:
-        found = json.loads(lines[-1])
-    if found["state"] not in (OK, SLOW):
-        found["said"] = lines[-60:]
-    return {**found, "seconds": round(time.monotonic() - begun, 1)}
+        result = json.loads(lines[-1])
+    if result["state"] not in (OK, SLOW):
+        result["said"] = lines[-60:]
+    return {**result, "seconds": round(time.monotonic() - begun, 1)}
 
 
 def not_run(check: Check, on: str, gpus: int, left: float) -> str | None:
@@ -164,12 +164,12 @@ def table(title: str, rows: Sequence[Sequence[str]], columns: Sequence[str]) -> 
 def plan(checks: Sequence[Check]) -> int:
     """What would be done on a GPU; nothing is measured, and nothing is written."""
     rows = []
-    for one in checks:
-        why = "no GPU here" if one.gpus == 1 else f"no GPU here, needs {one.gpus}"
-        rows.append((one.name, NOT_RUN, why, one.wanted, f"about {one.seconds}"))
+    for check in checks:
+        why = "no GPU here" if check.gpus == 1 else f"no GPU here, needs {check.gpus}"
+        rows.append((check.name, NOT_RUN, why, check.wanted, f"about {check.seconds}"))
     title = "No GPU here: nothing was measured. On one, this would be done:"
     table(title, rows, ("check", "state", "why", "wanted", "seconds"))
-    alone, all_ = sum(one.seconds for one in checks if one.gpus == 1), sum(one.seconds for one in checks)
+    alone, all_ = sum(check.seconds for check in checks if check.gpus == 1), sum(check.seconds for check in checks)
     print(f"About {alone} s on one GPU, {all_} on two; where {BUDGET:.0f} s are over, the last ones are left out.")
     if extra := [f"--only '{check.name}'" for check in CHECKS if check.by_name and check not in checks]:
         print(f"Run only by name: {', '.join(extra)}.")
@@ -220,12 +220,12 @@ def main() -> int:
     given = parser.parse_args()
     checks = chosen(given.only)
     if not checks:
-        parser.error(f"no check has {given.only!r} in its name; there are: {', '.join(one.name for one in CHECKS)}")
+        parser.error(f"no check has {given.only!r} in its name; there are: {', '.join(check.name for check in CHECKS)}")
     gpus = gpus_here() if given.on == "cuda" else 0
     if given.on == "cuda" and not gpus:
         return plan(checks)
 
-    begun, found = time.monotonic(), []
+    begun, results = time.monotonic(), []
     for check in checks:
         left = given.budget - (time.monotonic() - begun)
         row: dict[str, Any] = {"name": check.name, "wanted": check.wanted}
@@ -236,19 +236,21 @@ def main() -> int:
             row |= perform(check, given.on, min(check.limit, left - _ENDS) if given.on == "cuda" else check.limit)
         if backend := row.get("more", {}).get("backend"):
             remember(backend)
-        found.append(row)
-    code = exit_code({one["state"] for one in found}, given.on)
+        results.append(row)
+    code = exit_code({result["state"] for result in results}, given.on)
     title, out = f"On {gpus} GPU{'s' if gpus > 1 else ''}, commit {commit()}", "gpu.json"
     if given.on == "cpu":
         title, out = "On a CPU, small: whether the commands work. Says nothing about a GPU.", "gpu-check-on-cpu.json"
-    rows = [(one["name"], one["state"], one["figure"], one["wanted"], f"{one['seconds']:.0f}") for one in found]
+    rows = [
+        (result["name"], result["state"], result["figure"], result["wanted"], f"{result['seconds']:.0f}") for result in results
+    ]
     table(title, rows, ("check", "state", "figure", "wanted on a GPU" if given.on == "cpu" else "wanted", "seconds"))
-    told = {
+    report = {
         "on": given.on, "gpus": gpus, "commit": commit(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "seconds": round(time.monotonic() - begun, 1), "exit_code": code, "checks": found,
+        "seconds": round(time.monotonic() - begun, 1), "exit_code": code, "checks": results,
     }  # fmt: skip
     path = given.out or Path(out)
-    path.write_text(json.dumps(told, indent=1))
+    path.write_text(json.dumps(report, indent=1))
     print(f"All of it: {path}. Exit code {code}.")
     return code
 

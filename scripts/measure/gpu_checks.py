@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_pairs import GLOO, NCCL, SHARED_BY_GLOO, run_pair, shared_backend
-from gpu_speed import BAD, OK, ROOT, Found, against_plain, share_of_peak
+from gpu_speed import BAD, OK, ROOT, Result, against_plain, share_of_peak
 
 SMALL = (
     *("--data.source.init_args.image_size=8", "--data.source.init_args.train_size=512", "--data.num_workers=0"),
@@ -42,7 +42,7 @@ class Done:
     """A program that has ended."""
 
     code: int
-    said: str
+    output: str
     seconds: float
 
 
@@ -52,10 +52,10 @@ def variables() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path}
 
 
-def start(*command: str, **more: str) -> Done:
-    """A program, in this check's folder; what it says is shown, too. `more` is in its environment."""
+def start(*command: str, **extra: str) -> Done:
+    """A program, in this check's folder; what it says is shown, too. `extra` is in its environment."""
     begun = time.monotonic()
-    process = subprocess.run(command, env={**variables(), **more}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.run(command, env={**variables(), **extra}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(f"$ {' '.join(command)}\n{process.stdout}(exit code {process.returncode})", flush=True)
     return Done(process.returncode, process.stdout, time.monotonic() - begun)
 
@@ -102,17 +102,17 @@ def callback(name: str, **settings: Any) -> str:
 
 
 def last_line(done: Done) -> str:
-    lines = [line for line in done.said.strip().splitlines() if line.strip()]
+    lines = [line for line in done.output.strip().splitlines() if line.strip()]
     return lines[-1][-200:] if lines else f"exit code {done.code}, and not a word"
 
 
 # 1: what there is ----------------------------------------------------------------------------------------------------
 
 
-def environment(on: str) -> Found:
+def environment(on: str) -> Result:
     import torch
 
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "host": platform.platform(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
@@ -120,138 +120,140 @@ def environment(on: str) -> Found:
         "cuda": torch.version.cuda,
     }
     if on == "cpu":
-        return Found(OK, f"{found['cores']} cores, torch {found['torch']}", found)
+        return Result(OK, f"{facts['cores']} cores, torch {facts['torch']}", facts)
     count = torch.cuda.device_count()
-    found["devices"] = [str(torch.cuda.get_device_properties(number)) for number in range(count)]
-    found["capability"] = [list(torch.cuda.get_device_capability(number)) for number in range(count)]
-    found["peers"] = [[a != b and torch.cuda.can_device_access_peer(a, b) for b in range(count)] for a in range(count)]
+    facts["devices"] = [str(torch.cuda.get_device_properties(number)) for number in range(count)]
+    facts["capability"] = [list(torch.cuda.get_device_capability(number)) for number in range(count)]
+    facts["peers"] = [[a != b and torch.cuda.can_device_access_peer(a, b) for b in range(count)] for a in range(count)]
     try:
-        found["cudnn"] = torch.backends.cudnn.version()
+        facts["cudnn"] = torch.backends.cudnn.version()
     except RuntimeError as error:  # another one than torch was built for: the fits show whether it works
-        found["cudnn"] = str(error)
+        facts["cudnn"] = str(error)
     if torch.distributed.is_nccl_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     questions = {"driver": ("--query-gpu=driver_version", "--format=csv,noheader"), "links": ("topo", "-m")}
     for key, words in questions.items():
         with suppress(OSError):
-            found[key] = start("nvidia-smi", *words).said.strip()
+            facts[key] = start("nvidia-smi", *words).output.strip()
     product = torch.randn(256, 256, device="cuda") @ torch.eye(256, device="cuda")  # does the driver fit this torch?
     computes = bool(product.isfinite().all())
     name = torch.cuda.get_device_name()
-    figure = f"{count} x {name}, driver {(found.get('driver') or 'unknown').splitlines()[0]}, NCCL {found.get('nccl', 'none')}"
-    return Found(OK if computes else BAD, figure, found)
+    figure = f"{count} x {name}, driver {(facts.get('driver') or 'unknown').splitlines()[0]}, NCCL {facts.get('nccl', 'none')}"
+    return Result(OK if computes else BAD, figure, facts)
 
 
 # 2: the tests that need a GPU ----------------------------------------------------------------------------------------
 
 
-def gpu_tests(on: str) -> Found:
+def gpu_tests(on: str) -> Result:
     """The tests that are marked, of which none may be skipped, and those of the stand-in that these GPUs are enough for."""
     marked = run_tests("--all", "-m", "gpu", f"{ROOT}/tests")
     ran = marked, run_tests("-n4", f"{ROOT}/tests/standin", TESTS_ON_GPU="1")
     # Tests that are skipped leave the exit code 0, and have shown nothing.
     fine = all(not done.code and counts.get("passed") for done, counts in ran) and not marked[1].get("skipped")
-    figures = [", ".join(f"{number} {word}" for word, number in counts.items()) or last_line(done) for done, counts in ran]
-    return Found(OK if fine else BAD, "; of the stand-in's: ".join(figures))
+    figures = [
+        ", ".join(f"{number} {outcome}" for outcome, number in counts.items()) or last_line(done) for done, counts in ran
+    ]
+    return Result(OK if fine else BAD, "; of the stand-in's: ".join(figures))
 
 
-def run_tests(*words: str, **more: str) -> tuple[Done, dict[str, int]]:
+def run_tests(*words: str, **extra: str) -> tuple[Done, dict[str, int]]:
     """Runs pytest; the counts are those of its last line."""
-    done = start(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *words, **more)
-    found = re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", last_line(done))
-    return done, {word: int(number) for number, word in found}
+    done = start(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *words, **extra)
+    counts = re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", last_line(done))
+    return done, {outcome: int(number) for number, outcome in counts}
 
 
 # 3: a run, and whether the host waits --------------------------------------------------------------------------------
 
 
-def two_ranks(on: str) -> Found:
+def two_ranks(on: str) -> Result:
     """DDP on two ranks. Gloo copies gradients through the host, which waits for them."""
     backend, gpus = backend_of_two(on)
-    found = fits(on, "16-mixed" if on == "cuda" else "32-true", ranks=2, waits=backend == GLOO)
+    result = fits(on, "16-mixed" if on == "cuda" else "32-true", ranks=2, waits=backend == GLOO)
     place = {0: "the CPU", 1: "one GPU", 2: "two GPUs"}[gpus]
-    return Found(found.state, f"2 ranks on {place} by {backend}: {found.figure}", {**found.more, "backend": backend})
+    return Result(result.state, f"2 ranks on {place} by {backend}: {result.figure}", {**result.more, "backend": backend})
 
 
-def fits(on: str, precision: str, ranks: int = 1, waits: bool = False) -> Found:
+def fits(on: str, precision: str, ranks: int = 1, waits: bool = False) -> Result:
     """Within one epoch, at whose end the host waits, and without progress lines, which read the loss."""
     long = ("--data.source.init_args.train_size=16384", "--trainer.enable_progress_bar=false")
     done = fit(on, "it", f"--trainer.precision={precision}", *long, callback("NoWaits", allowed=waits), ranks=ranks)
     looked = Path("looked.json")
     if done.code or not looked.exists():
-        return Found(BAD, last_line(done))
+        return Result(BAD, last_line(done))
     seen = json.loads(looked.read_text())
-    right = seen["device"].startswith(on) and seen["steps"] == 30 and f"instead of {precision}" not in done.said
+    right = seen["device"].startswith(on) and seen["steps"] == 30 and f"instead of {precision}" not in done.output
     seen_waits = "not looked for waits" if waits else "no wait" if on == "cuda" else "whether it waits can't be seen on a CPU;"
-    return Found(OK if right else BAD, f"{seen_waits} in {seen['steps']} steps on {seen['device']}", seen)
+    return Result(OK if right else BAD, f"{seen_waits} in {seen['steps']} steps on {seen['device']}", seen)
 
 
-def as_graph(on: str) -> Found:
+def as_graph(on: str) -> Result:
     """Recorded steps are the steps that they were recorded from."""
     words = ("--trainer.precision=32-true", "--trainer.deterministic=true", "--data.source.init_args.train_size=16384")
-    for run, more in (("alone", ()), ("graph", ("--trainer.capture=auto", callback("NoWaits")))):
-        done = fit(on, run, *words, "--trainer.enable_progress_bar=false", *more)
-        if done.code or "one operation after the other" in done.said:
-            return Found(BAD, last_line(done))
+    for run, flags in (("alone", ()), ("graph", ("--trainer.capture=auto", callback("NoWaits")))):
+        done = fit(on, run, *words, "--trainer.enable_progress_bar=false", *flags)
+        if done.code or "one operation after the other" in done.output:
+            return Result(BAD, last_line(done))
     return same("alone", "graph")
 
 
 # 4: to the last bit --------------------------------------------------------------------------------------------------
 
 
-def same(*runs: str) -> Found:
+def same(*runs: str) -> Result:
     done = start(sys.executable, "-m", "project", "same", *runs)
-    return Found(OK if done.code == 0 else BAD, next(iter(done.said.splitlines()), "nothing was said")[:100])
+    return Result(OK if done.code == 0 else BAD, next(iter(done.output.splitlines()), "nothing was said")[:100])
 
 
-def twice(on: str) -> Found:
+def twice(on: str) -> Result:
     for run in ("one", "other"):
         if (done := fit(on, run, EXACT_BITS)).code:
-            return Found(BAD, last_line(done))
+            return Result(BAD, last_line(done))
     return same("one", "other")
 
 
-def resumed(on: str) -> Found:
+def resumed(on: str) -> Result:
     """Saved every 10 steps and killed after 25: steps 21 to 25 are computed twice. Compared with a run that went through."""
     if (done := fit(on, "whole", EXACT_BITS)).code:
-        return Found(BAD, last_line(done))
+        return Result(BAD, last_line(done))
     words = (EXACT_BITS, "--checkpoints.every_n_steps=10", callback("Fault", step=25))
-    killed, again = fit(on, "killed", *words), fit(on, "killed", *words)
-    if killed.code != -9 or again.code:
-        return Found(BAD, f"killed: exit code {killed.code}, resumed: {again.code}: {last_line(again)}")
-    if "Resumes from" not in again.said:
-        return Found(BAD, "it did not resume from a checkpoint")
+    killed, continued = fit(on, "killed", *words), fit(on, "killed", *words)
+    if killed.code != -9 or continued.code:
+        return Result(BAD, f"killed: exit code {killed.code}, resumed: {continued.code}: {last_line(continued)}")
+    if "Resumes from" not in continued.output:
+        return Result(BAD, "it did not resume from a checkpoint")
     return same("whole", "killed")
 
 
-def exact(on: str) -> Found:
+def exact(on: str) -> Result:
     for ranks in (1, 2):
         if (done := fit(on, f"on-{ranks}", "--trainer.exact=true", EXACT_BITS, ranks=ranks)).code:
-            return Found(BAD, last_line(done))
+            return Result(BAD, last_line(done))
     return same("on-1", "on-2")
 
 
 # 5: profiles ---------------------------------------------------------------------------------------------------------
 
 
-def profile(on: str) -> Found:
+def profile(on: str) -> Result:
     done = fit(on, "it", "--profile.step=20", "--profile.steps=3", "--profile.memory=true")
     if done.code:
-        return Found(BAD, last_line(done))
+        return Result(BAD, last_line(done))
     folder = Path("lightning_logs/it/profiles")
     (trace,) = folder.glob("*.json.gz")
     with gzip.open(trace, "rt") as file:
         events = json.load(file)["traceEvents"]
     wanted = ("kernel", "gpu_memcpy", "gpu_memset") if on == "cuda" else ("cpu_op",)
     count = sum(event.get("cat") in wanted for event in events)
-    seen = {"events": count, "files": sorted(one.name for one in folder.iterdir())}
+    seen = {"events": count, "files": sorted(path.name for path in folder.iterdir())}
     figure = f"{count:,} {'device' if on == 'cuda' else 'CPU'} events in 3 steps"
     if on == "cuda":
-        snapshots = [pickle.loads(one.read_bytes()) for one in folder.glob("*.pickle")]  # this run has just written it
-        segments = sum(len(one.get("segments", ())) for one in snapshots)
+        snapshots = [pickle.loads(path.read_bytes()) for path in folder.glob("*.pickle")]  # this run has just written it
+        segments = sum(len(snapshot.get("segments", ())) for snapshot in snapshots)
         figure += f", a memory snapshot of {segments} segments"
         count = min(count, segments)
-    return Found(OK if count else BAD, figure, seen)
+    return Result(OK if count else BAD, figure, seen)
 
 
 # 6: failures on two --------------------------------------------------------------------------------------------------
@@ -264,7 +266,7 @@ BLAMED = {
 }
 
 
-def fault(on: str, how: str, code: int | None, within: float, micro_batches: int = 1) -> Found:
+def fault(on: str, how: str, code: int | None, within: float, micro_batches: int = 1) -> Result:
     """Rank 1 of 2 breaks: the run ends in time, with this code (None: any but 0), and says which rank it was, and no other.
 
     Struck before step 21, which neither logs nor saves: rank 0 goes on into the step's collectives, and waits there. With one
@@ -275,26 +277,26 @@ def fault(on: str, how: str, code: int | None, within: float, micro_batches: int
     done = fit(on, "it", callback("Fault", rank=1, step=21, how=how), *words, *step, ranks=2)
     struck, host = Path("struck"), socket.gethostname()
     if not struck.exists():
-        return Found(BAD, f"the fault was not reached: {last_line(done)}")
+        return Result(BAD, f"the fault was not reached: {last_line(done)}")
     seconds = time.time() - float(struck.read_text())
-    named = BLAMED[how].format(host=host) in done.said and f"The run hangs: rank 0 on {host}" not in done.said
+    named = BLAMED[how].format(host=host) in done.output and f"The run hangs: rank 0 on {host}" not in done.output
     right = done.code == code if code is not None else done.code != 0
     state = OK if named and right and seconds <= within else BAD
-    return Found(state, f"rank 1 {'named' if named else 'not named'}, exit code {done.code}, {seconds:.0f} s")
+    return Result(state, f"rank 1 {'named' if named else 'not named'}, exit code {done.code}, {seconds:.0f} s")
 
 
 # 7: the doctor -------------------------------------------------------------------------------------------------------
 
 
-def doctor(on: str) -> Found:
+def doctor(on: str) -> Result:
     place = (f"--trainer.accelerator={'gpu' if on == 'cuda' else 'cpu'}", *SIZE[on])
     done = start(sys.executable, "-m", "project", "doctor", f"--config={ROOT}/configs/ddp.yaml", *place)
-    rows = re.findall(r"^│ (\S.*?) +│ (good|warning|bad) ", done.said, re.MULTILINE)
+    rows = re.findall(r"^│ (\S.*?) +│ (good|warning|bad) ", done.output, re.MULTILINE)
     not_good = [f"{name}: {verdict}" for name, verdict in rows if verdict != "good"]
-    return Found(OK if done.code == 0 and rows else BAD, f"exit code {done.code}; {', '.join(not_good) or 'all is good'}")
+    return Result(OK if done.code == 0 and rows else BAD, f"exit code {done.code}; {', '.join(not_good) or 'all is good'}")
 
 
-CHECKS: dict[str, Callable[[str], Found]] = {
+CHECKS: dict[str, Callable[[str], Result]] = {
     "environment": environment,
     "two ranks": two_ranks,
     "fit in 32-true": lambda on: fits(on, "32-true"),

@@ -13,7 +13,7 @@ _RECORDS = ("reduce-overhead", "max-autotune")  # compiles that record graphs of
 
 
 @dataclass
-class Found:
+class Result:
     """What a check has to say: its state, the figure, and whatever else belongs into gpu.json."""
 
     state: str
@@ -35,12 +35,16 @@ def speeds(on: str, batch: int, programs: Callable[[Any], Sequence[Any]]) -> dic
     )  # fmt: skip
     measured = interleaved(programs(comparison), folder, comparison.turns, comparison.steps, None, 0.5 if place else 0.0)
     return {
-        name: {"samples_per_s": [batch / one for one in each.seconds], "steps_a_turn": each.steps, "phases": each.phases}
+        name: {
+            "samples_per_s": [batch / seconds for seconds in each.seconds],
+            "steps_a_turn": each.steps,
+            "phases": each.phases,
+        }
         for name, each in measured.items()
     }
 
 
-def against_plain(on: str) -> Found:
+def against_plain(on: str) -> Result:
     """At batch 64: the config's fp16, captured (also compiled) and not, against the plain loop in fp32, with workers."""
     from project.cluster.cores import cores
 
@@ -52,21 +56,21 @@ def against_plain(on: str) -> Found:
 
     def programs(comparison: Any) -> list[Any]:
         plain = comparison.plain(1, "fp32", f"--batch-size={batch}", f"--workers={workers}")
-        ours = [comparison.ours(_named(way), 1, f"--data.batch_size={batch}", *way) for way in ways]
-        return [plain, *ours]
+        variants = [comparison.project(_named(way), 1, f"--data.batch_size={batch}", *way) for way in ways]
+        return [plain, *variants]
 
-    found = speeds(on, batch, programs)
-    speed = {name: median(each["samples_per_s"]) for name, each in found.items()}
+    results = speeds(on, batch, programs)
+    speed = {name: median(each["samples_per_s"]) for name, each in results.items()}
     plain = speed.pop("plain in fp32")
-    spent = found["plain in fp32"]["phases"]
+    spent = results["plain in fp32"]["phases"]
     data = spent["data"] / (sum(spent.values()) or 1)
     best = max(speed.values()) / plain
-    said = ", ".join(f"{name} {one / plain:.2f} times" for name, one in speed.items())
+    figure = ", ".join(f"{name} {value / plain:.2f} times" for name, value in speed.items())
     state = OK if on == "cpu" or best >= TIMES_PLAIN else SLOW
-    return Found(state, f"{said}; plain {plain:,.0f} samples/s, {data:.0%} of it waiting for data", found)
+    return Result(state, f"{figure}; plain {plain:,.0f} samples/s, {data:.0%} of it waiting for data", results)
 
 
-def share_of_peak(on: str, *compiles: str) -> Found:
+def share_of_peak(on: str, *compiles: str) -> Result:
     """At batch 1,024 in bf16, channels_last: the best of these ways to run it counts."""
     import torch
 
@@ -79,19 +83,19 @@ def share_of_peak(on: str, *compiles: str) -> Found:
     if "none" in compiles:
         ways.append(("--trainer.capture=none", "--model.compile=none"))
     words = (f"--data.batch_size={batch}", "--trainer.precision=bf16-mixed", "--model.channels_last=true")
-    found = speeds(on, batch, lambda comparison: [comparison.ours(_named(way), 1, *words, *way) for way in ways])
-    speed = {name: median(each["samples_per_s"]) for name, each in found.items()}
+    results = speeds(on, batch, lambda comparison: [comparison.project(_named(way), 1, *words, *way) for way in ways])
+    speed = {name: median(each["samples_per_s"]) for name, each in results.items()}
     if on == "cpu":
-        return Found(OK, ", ".join(f"{name} {one:,.0f} samples/s" for name, one in speed.items()), found)
+        return Result(OK, ", ".join(f"{name} {value:,.0f} samples/s" for name, value in speed.items()), results)
     device = torch.cuda.get_device_properties(0)
     peak = peak_of(device.name, device.multi_processor_count, torch.bfloat16, False)
     if peak is None:
-        return Found(BAD, f"nobody knows the bf16 peak of {device.name}: {speed}", found)
-    shares = {name: flops(MiniResNet(), (3, 32, 32)) * one / peak for name, one in speed.items()}
-    said = ", ".join(f"{name} {share:.0%} ({speed[name]:,.0f}/s)" for name, share in shares.items())
-    return Found(OK if max(shares.values()) >= SHARE_OF_PEAK else SLOW, said, found)
+        return Result(BAD, f"nobody knows the bf16 peak of {device.name}: {speed}", results)
+    shares = {name: flops(MiniResNet(), (3, 32, 32)) * value / peak for name, value in speed.items()}
+    figure = ", ".join(f"{name} {share:.0%} ({speed[name]:,.0f}/s)" for name, share in shares.items())
+    return Result(OK if max(shares.values()) >= SHARE_OF_PEAK else SLOW, figure, results)
 
 
 def _named(words: Sequence[str]) -> str:
     """What a program is called: by its settings."""
-    return " ".join(word.rpartition(".")[2].replace("=", " ") for word in words) or "ours"
+    return " ".join(argument.rpartition(".")[2].replace("=", " ") for argument in words) or "ours"

@@ -54,15 +54,15 @@ def measured(kind: str) -> dict[str, float]:
     from tests.standin.pool import environment, meeting_place
 
     probe = {"class_path": "tests.standin.probes.Cost", "init_args": {"first": FIRST, "last": LAST}}
-    ours = ["-m", "project", *KINDS[kind], "--trainer.callbacks=" + json.dumps([probe])]
-    words = ours if KINDS[kind] else [__file__, "plain"]
+    arguments = ["-m", "project", *KINDS[kind], "--trainer.callbacks=" + json.dumps([probe])]
+    words = arguments if KINDS[kind] else [__file__, "plain"]
     with tempfile.TemporaryDirectory() as folder, meeting_place() as place:
         own = {**os.environ, **environment(1, place), "STANDIN_EMULATE": "0"}
         done = subprocess.run([sys.executable, *words], cwd=folder, env=own, capture_output=True, text=True)
         if done.returncode:
             sys.exit(done.stdout + done.stderr)
-        found: dict[str, float] = json.loads(Path(folder, "cost-0.json").read_text())
-    return found
+        costs: dict[str, float] = json.loads(Path(folder, "cost-0.json").read_text())
+    return costs
 
 
 def main() -> None:
@@ -73,7 +73,7 @@ def main() -> None:
     base = [cost["milliseconds"] for cost in seen["plain"]]
     for kind, costs in seen.items():
         spent = [cost["milliseconds"] for cost in costs]
-        ratio = statistics.median(own / other for own, other in zip(spent, base, strict=True))
+        ratio = statistics.median(own / reference for own, reference in zip(spent, base, strict=True))
         print(
             f"{kind:12} {statistics.median(spent):6.2f} ms a step ({min(spent):.2f} to {max(spent):.2f}), "
             f"{costs[0]['launches']:.1f} launches, {ratio:.2f} times the plain loop"

@@ -56,8 +56,8 @@ TURNS, STEPS = 5, 3
 
 
 def program(contest: Comparison, name: str, ranks: int, *words: str) -> Program:
-    code = [word for word in words if word.startswith("import ")]
-    made = contest.ours(name, ranks, *(word for word in words if word not in code))
+    code = [argument for argument in words if argument.startswith("import ")]
+    made = contest.project(name, ranks, *(argument for argument in words if argument not in code))
     if not code:
         return made
     text = "; ".join([*code, "from project.cli.main import main; main()"])
@@ -72,10 +72,10 @@ def folding() -> tuple[str, str, str]:
     seconds: dict[str, list[float]] = {"with": [], "without": []}
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         for turn in range(TURNS + 1):
-            for name, one in (("with", folded), ("without", network)):
+            for name, module in (("with", folded), ("without", network)):
                 start = time.perf_counter()
                 for _ in range(STEPS):
-                    one(images)
+                    module(images)
                 if turn:
                     seconds[name].append((time.perf_counter() - start) / STEPS)
     ratio = [off / on for on, off in zip(*seconds.values(), strict=True)]
@@ -109,7 +109,7 @@ def main() -> None:
             folder.mkdir()
             measured = interleaved(programs, folder, TURNS, STEPS)
             ratio = measured["with"].against(measured["without"])
-            speeds = [f"{64 * ranks / measured[one].step:,.0f}" for one in ("with", "without")]
+            speeds = [f"{64 * ranks / measured[way].step:,.0f}" for way in ("with", "without")]
             table.add_row(name.replace("_", " "), str(ranks), *speeds, spread(ratio, ".3f"))
             print(name, *speeds, spread(ratio, ".3f"), file=sys.stderr)
     Console(width=100).print(table)

@@ -19,7 +19,7 @@ from project.data.order import MicroBatchSampler, Order, _window
 BATCH, BATCHES = 64, 200
 
 
-def ours(size: int, world_size: int) -> Callable[[int], Iterator[Any]]:
+def project_epochs(size: int, world_size: int) -> Callable[[int], Iterator[Any]]:
     micro_batches = max(1, min(world_size, size // (2 * BATCH)))
     ranks = world_size if micro_batches == world_size else 1
     order = Order(size, BATCH, micro_batches, seed=0, share=micro_batches // ranks)
@@ -32,7 +32,7 @@ def ours(size: int, world_size: int) -> Callable[[int], Iterator[Any]]:
     return epoch
 
 
-def theirs(size: int, world_size: int) -> Callable[[int], Iterator[Any]]:
+def stock_epochs(size: int, world_size: int) -> Callable[[int], Iterator[Any]]:
     sampler: DistributedSampler[Any] = DistributedSampler(range(size), num_replicas=world_size, rank=world_size - 1)  # type: ignore[arg-type]
 
     def epoch(number: int) -> Iterator[Any]:
@@ -74,13 +74,16 @@ def main() -> None:
             if size < world_size * 2 * BATCH:
                 continue
             table.add_row(
-                f"{size:,}", f"{world_size:,}", "ours", *(f"{value:,.2f}" for value in measure(ours(size, world_size)))
+                f"{size:,}",
+                f"{world_size:,}",
+                "ours",
+                *(f"{value:,.2f}" for value in measure(project_epochs(size, world_size))),
             )
         if size <= 10**6:
             for world_size in (1, 64):
-                figures = measure(theirs(size, world_size))
+                figures = measure(stock_epochs(size, world_size))
                 table.add_row(f"{size:,}", f"{world_size:,}", "DistributedSampler", *(f"{value:,.2f}" for value in figures))
-    figures = measure(theirs(10**7, 1))  # at 10**9 it would take a hundred times this
+    figures = measure(stock_epochs(10**7, 1))  # at 10**9 it would take a hundred times this
     table.add_row(f"{10**7:,}", "1", "DistributedSampler", *(f"{value:,.2f}" for value in figures))
     Console(width=110).print(table)
 

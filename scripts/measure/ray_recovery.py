@@ -92,11 +92,11 @@ def rays_own(folder: str) -> None:
                 enable_checkpointing=False, logger=False, enable_progress_bar=False, enable_model_summary=False,
             )
         )  # fmt: skip
-        found: Checkpoint | None = ray.train.get_checkpoint()
-        if found is None:
+        checkpoint: Checkpoint | None = ray.train.get_checkpoint()
+        if checkpoint is None:
             trainer.fit(Slow(), datamodule=Points())
             return
-        with found.as_directory() as place:
+        with checkpoint.as_directory() as place:
             trainer.fit(Slow(), datamodule=Points(), ckpt_path=f"{place}/checkpoint.ckpt")
 
     ray.init("local", num_cpus=2, log_to_driver=False, logging_level="CRITICAL", include_dashboard=False)
@@ -119,9 +119,9 @@ def measured(command: list[str], folder: Path) -> tuple[float, int]:
         struck = time.time()
         assert running.wait(600) == 0, (folder / "output.txt").read_text()
     taken = steps(folder, 1)
-    after = [one for one in taken if one["pid"] != before[-1]["pid"]]
-    reached = max(one["step"] for one in taken if one["pid"] == before[-1]["pid"])
-    assert max(one["step"] for one in after) == STEPS * EPOCHS, "the run has not ended"
+    after = [entry for entry in taken if entry["pid"] != before[-1]["pid"]]
+    reached = max(entry["step"] for entry in taken if entry["pid"] == before[-1]["pid"])
+    assert max(entry["step"] for entry in after) == STEPS * EPOCHS, "the run has not ended"
     return after[0]["time"] - struck, reached - after[0]["step"] + 1
 
 
@@ -134,8 +134,8 @@ def main() -> None:
     if given.rays_own:
         rays_own(given.rays_own)
         return
-    here = "scripts.measure.ray_recovery"
-    ours = [
+    module = "scripts.measure.ray_recovery"
+    command = [
         sys.executable,
         "-m",
         "project",
@@ -143,15 +143,15 @@ def main() -> None:
         "fit",
         "--workers=2",
         "--run=it",
-        f"--model={here}.Slow",
-        f"--data={here}.Points",
+        f"--model={module}.Slow",
+        f"--data={module}.Points",
     ]
-    ours += [f"--trainer.callbacks={here}.Ledger", f"--trainer.max_epochs={EPOCHS}", "--checkpoints.every_n_steps=20"]
+    command += [f"--trainer.callbacks={module}.Ledger", f"--trainer.max_epochs={EPOCHS}", "--checkpoints.every_n_steps=20"]
     for turn in range(given.turns):
         for name in ("ours", "Ray's own"):
             folder = Path(tempfile.mkdtemp(prefix="ray-recovery-"))
-            own = [sys.executable, "-m", here, "--rays-own", str(folder)]
-            seconds, lost = measured(ours if name == "ours" else own, folder)
+            own = [sys.executable, "-m", module, "--rays-own", str(folder)]
+            seconds, lost = measured(command if name == "ours" else own, folder)
             print(f"turn {turn + 1}  {name:10} a step again after {seconds:5.1f} s, {lost} steps taken again", flush=True)
             shutil.rmtree(folder)
 

@@ -105,9 +105,9 @@ def main() -> None:
     parser.add_argument("kills", nargs="?", type=int, default=4)
     parser.add_argument("--run", choices=WORDS, default="minires")
     parser.add_argument("--by", nargs="+", default=["plain", "torchrun", "restarts"])
-    given, more = parser.parse_known_args()
+    given, rest = parser.parse_known_args()
     ranks, python, project = given.ranks, sys.executable, ("-m", "project")
-    words = (*RUNS[given.run], *LONG, *(word.format(BATCH[given.run] * ranks) for word in WORDS[given.run]), *more)
+    words = (*RUNS[given.run], *LONG, *(argument.format(BATCH[given.run] * ranks) for argument in WORDS[given.run]), *rest)
     supervised = (*words, "--recover.restarts=100")
     torchrun = (python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
     programs = {
@@ -126,11 +126,11 @@ def main() -> None:
                 (place := Path(folder, "run")).mkdir()
                 with started(programs[name], place, ranks) as program:
                     taken[name] += kills(place, program, ranks)
-    for name, found in taken.items():
-        seconds, again = zip(*found, strict=True)
+    for name, recoveries in taken.items():
+        seconds, repeated = zip(*recoveries, strict=True)
         print(
             f"{given.run}, {ranks} ranks, {name:<9}{statistics.median(seconds):5.2f} s  "
-            f"({min(seconds):.2f} to {max(seconds):.2f}), {statistics.median(again):g} steps again (at most {max(again)})"
+            f"({min(seconds):.2f} to {max(seconds):.2f}), {statistics.median(repeated):g} steps again (at most {max(repeated)})"
         )
 
 

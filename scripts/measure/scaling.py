@@ -46,10 +46,10 @@ def show(title: str, programs: list[Program], samples: list[int], folder: Path) 
         table.add_column(column, justify="right" if column else "left")
     first = measured[programs[0].name]
     for program, count in zip(programs, samples, strict=True):
-        one = measured[program.name]
-        speeds = [count / seconds for seconds in one.seconds]
-        ratio = median(one.against(first)) * count / samples[0]
-        share = one.phases["sync"] / sum(one.phases.values())
+        result = measured[program.name]
+        speeds = [count / seconds for seconds in result.seconds]
+        ratio = median(result.against(first)) * count / samples[0]
+        share = result.phases["sync"] / sum(result.phases.values())
         table.add_row(program.name, spread(speeds, ",.0f"), f"{ratio:.2f}", f"{share:.0%}")
     Console(width=110).print(table)
 
@@ -64,21 +64,21 @@ def main() -> None:
         bf16 = "--trainer.gradient_compression=bf16"
 
         programs = [
-            contest.ours("one process", 1),
-            contest.ours("two processes", 2),
-            on_hosts(contest.ours("two hosts", 2), hosts),
-            contest.ours("two processes of half the batch", 2, half),
-            on_hosts(contest.ours("two hosts of half the batch", 2, half), hosts),
+            contest.project("one process", 1),
+            contest.project("two processes", 2),
+            on_hosts(contest.project("two hosts", 2), hosts),
+            contest.project("two processes of half the batch", 2, half),
+            on_hosts(contest.project("two hosts of half the batch", 2, half), hosts),
         ]
         show("Weak and strong scaling", programs, [64, 128, 128, 64, 64], Path(place) / "scaling")
 
         for host in hosts:
             host.slow(SLOW)
         programs = [
-            on_hosts(contest.ours("gradients in fp32", 2), hosts),
-            on_hosts(contest.ours("gradients in bf16", 2, bf16), hosts),
-            on_hosts(contest.ours("accumulation 4", 2, four), hosts),
-            on_hosts(contest.ours("both", 2, bf16, four), hosts),
+            on_hosts(contest.project("gradients in fp32", 2), hosts),
+            on_hosts(contest.project("gradients in bf16", 2, bf16), hosts),
+            on_hosts(contest.project("accumulation 4", 2, four), hosts),
+            on_hosts(contest.project("both", 2, bf16, four), hosts),
         ]
         show(f"Two hosts, and a link of {SLOW}/s between them", programs, [128, 128, 512, 512], Path(place) / "slow")
 

@@ -52,16 +52,16 @@ class Holding(Callback):
         if trainer.global_step != 2:
             return
         parameters = list(pl_module.parameters())
-        moments = [one for state in optimizer.state.values() for one in state.values() if isinstance(one, Tensor)]
-        gradients = [one.grad for one in parameters if one.grad is not None]
+        moments = [tensor for state in optimizer.state.values() for tensor in state.values() if isinstance(tensor, Tensor)]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         held = {"parameters": parameters, "gradients": gradients, "optimiser": moments}
-        found = {name: sum(local(one).nbytes for one in tensors) for name, tensors in held.items()}
-        Path(f"held-{trainer.global_rank}.json").write_text(json.dumps(found))
+        sizes = {name: sum(local(tensor).nbytes for tensor in tensors) for name, tensors in held.items()}
+        Path(f"held-{trainer.global_rank}.json").write_text(json.dumps(sizes))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         whole = {}
-        for name, one in pl_module.named_parameters():  # on all ranks, as each has a part
-            value = one.detach().full_tensor() if isinstance(one, DTensor) else one.detach()
+        for name, parameter in pl_module.named_parameters():  # on all ranks, as each has a part
+            value = parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
             if trainer.is_global_zero:
                 whole[name] = value.clone()
         if trainer.is_global_zero:
@@ -93,23 +93,24 @@ class Runs:
         if done.returncode:
             sys.exit(f"{folder.name} has ended with {done.returncode}:\n{(folder / 'output.txt').read_text()[-3000:]}")
         shutil.rmtree(folder / "lightning_logs")
-        parts = {name: max(one[name] for one in held(folder)) / 2**20 for name in held(folder)[0]}
+        parts = {name: max(sizes[name] for sizes in held(folder)) / 2**20 for name in held(folder)[0]}
         print(
-            f"{folder.name}: a rank holds {most(folder) / 2**20:.1f} MiB "
+            f"{folder.name}: a rank holds {largest_rank(folder) / 2**20:.1f} MiB "
             f"({', '.join(f'{name} {size:.1f}' for name, size in parts.items())}); "
             f"{time.perf_counter() - began:.0f} s with start and end",
             flush=True,
         )
         return folder
 
-    def compare(self, one: Path, other: Path, ranks: int) -> None:
-        ours, theirs = (torch.load(folder / "weights.pt", weights_only=True, mmap=True) for folder in (one, other))
-        assert list(ours) == list(theirs)
-        furthest = max((ours[name] - theirs[name]).abs().max().item() for name in ours)
-        count = sum(one.numel() for one in ours.values())
+    def compare(self, folder: Path, ddp: Path, ranks: int) -> None:
+        weights, reference = (torch.load(place / "weights.pt", weights_only=True, mmap=True) for place in (folder, ddp))
+        assert list(weights) == list(reference)
+        furthest = max((weights[name] - reference[name]).abs().max().item() for name in weights)
+        count = sum(tensor.numel() for tensor in weights.values())
         print(
-            f"  against DDP: {most(one) / most(other) * ranks:.4f} times 1/{ranks} of its bytes; {count:,} "
-            f"weights differ after {self.steps} steps by at most {furthest:.1e}, sha256 {digest(ours)} and {digest(theirs)}",
+            f"  against DDP: {largest_rank(folder) / largest_rank(ddp) * ranks:.4f} times 1/{ranks} of its bytes; {count:,} "
+            f"weights differ after {self.steps} steps by at most {furthest:.1e}, "
+            f"sha256 {digest(weights)} and {digest(reference)}",
             flush=True,
         )
 
@@ -119,15 +120,15 @@ def held(folder: Path) -> list[dict[str, int]]:
     return [json.loads(file.read_text()) for file in sorted(folder.glob("held-*.json"))]
 
 
-def most(folder: Path) -> int:
-    return max(sum(one.values()) for one in held(folder))
+def largest_rank(folder: Path) -> int:
+    return max(sum(sizes.values()) for sizes in held(folder))
 
 
 def digest(state: dict[str, Tensor]) -> str:
-    found = hashlib.sha256()
-    for name, one in state.items():
-        found.update(name.encode() + one.contiguous().numpy().tobytes())
-    return found.hexdigest()[:16]
+    checksum = hashlib.sha256()
+    for name, tensor in state.items():
+        checksum.update(name.encode() + tensor.contiguous().numpy().tobytes())
+    return checksum.hexdigest()[:16]
 
 
 def main() -> None:

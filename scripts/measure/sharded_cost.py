@@ -42,16 +42,16 @@ def fit(name: str, sizes: tuple[int, ...], ranks: int, shard: str = "full") -> t
     )
 
 
-def show(title: str, one: Measured, other: Measured) -> None:
-    ratios = sorted(1 / ratio for ratio in one.against(other))
-    cpu = median(ours / theirs for ours, theirs in zip(one.cpu, other.cpu, strict=True))
+def show(title: str, first: Measured, second: Measured) -> None:
+    ratios = sorted(1 / ratio for ratio in first.against(second))
+    cpu = median(first_cpu / second_cpu for first_cpu, second_cpu in zip(first.cpu, second.cpu, strict=True))
     print(
-        f"{title}: {one.step:.3f} s and {other.step:.3f} s a step; {median(ratios):.3f} times "
+        f"{title}: {first.step:.3f} s and {second.step:.3f} s a step; {median(ratios):.3f} times "
         f"({ratios[len(ratios) // 4]:.3f} to {ratios[-1 - len(ratios) // 4]:.3f}), processors {cpu:.3f} times",
         flush=True,
     )
-    for name, found in (("the first", one), ("the second", other)):
-        phases = ", ".join(f"{at} {1e3 * part:.1f}" for at, part in found.phases.items())
+    for name, result in (("the first", first), ("the second", second)):
+        phases = ", ".join(f"{at} {1e3 * part:.1f}" for at, part in result.phases.items())
         print(f"  {name}, milliseconds: {phases}", flush=True)
 
 

@@ -49,20 +49,20 @@ class Saves(Callback):
 
     def turn(self, trainer: Trainer) -> None:
         checkpoints: Any = trainer.checkpoint_callback
-        state = [tensor for one in trainer.optimizers[0].state.values() for tensor in one.values()]
+        state = [tensor for values in trainer.optimizers[0].state.values() for tensor in values.values()]
         held = [tensor for tensor in (*trainer.lightning_module.state_dict().values(), *state) if isinstance(tensor, Tensor)]
 
         def copy() -> list[Tensor]:
-            return [local(one.detach()).to("cpu", copy=True) for one in held]
+            return [local(tensor.detach()).to("cpu", copy=True) for tensor in held]
 
         checkpoints.wait()
-        found = {}
+        seconds = {}
         moves = [("copy", copy), ("save", lambda: checkpoints.save(trainer))]
         for name, move in moves if len(self.turns) % 2 else reversed(moves):
             if name == "copy":
                 checkpoints.wait()
-            found[name] = timed(move)
-        self.turns.append({**found, "bytes": sum(local(one).nbytes for one in held)})
+            seconds[name] = timed(move)
+        self.turns.append({**seconds, "bytes": sum(local(tensor).nbytes for tensor in held)})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
@@ -91,13 +91,13 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-m", "project", *words], cwd=folder, env=environment, check=True, stdout=sys.stderr)
         measured = json.loads((Path(folder) / "saves.json").read_text())[WARM_UP:-1]
-    ratios = sorted(one["save"] / one["copy"] for one in measured)
-    copy, save = (1e3 * median(one[name] for one in measured) for name in ("copy", "save"))
+    ratios = sorted(turn["save"] / turn["copy"] for turn in measured)
+    copy, save = (1e3 * median(turn[name] for turn in measured) for name in ("copy", "save"))
     print(
         f"{ranks} ranks, {measured[0]['bytes'] / 2**20:.0f} MiB on each: a copy takes {copy:.1f} ms, a save {save:.1f} ms; "
         f"{median(ratios):.2f} times ({ratios[len(ratios) // 4]:.2f} to {ratios[-1 - len(ratios) // 4]:.2f})"
     )
-    beside, alone = (1e3 * median(one[name] for one in measured) for name in ("step beside", "step alone"))
+    beside, alone = (1e3 * median(turn[name] for turn in measured) for name in ("step beside", "step alone"))
     print(f"  a step takes {beside:.0f} ms while it is being written, and {alone:.0f} ms else")
 
 

@@ -14,7 +14,7 @@ import tempfile
 import time
 from typing import Any
 
-from fingerprint_cost import WARM_UP, said
+from fingerprint_cost import WARM_UP, printed_figures
 
 RUNS = {
     "minires": (
@@ -64,11 +64,11 @@ def measure(words: list[str]) -> None:
 
     def with_clock(*given: Any) -> Any:
         made = before(*given)
-        for one in made:
-            if isinstance(one, (Throughput, Dashboard)):
-                for name in [*(name for name in vars(type(one)) if name.startswith("on_")), *BESIDE]:
-                    if hasattr(one, name):
-                        setattr(one, name, clock.wrap(getattr(one, name)))
+        for callback in made:
+            if isinstance(callback, (Throughput, Dashboard)):
+                for name in [*(name for name in vars(type(callback)) if name.startswith("on_")), *BESIDE]:
+                    if hasattr(callback, name):
+                        setattr(callback, name, clock.wrap(getattr(callback, name)))
         return [clock, *made]
 
     project.trainer.with_ours = with_clock
@@ -84,7 +84,7 @@ def main() -> None:
         for ranks in (1, 2):
             launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--") if ranks > 1 else ()
             with tempfile.TemporaryDirectory() as folder:
-                step, spent = said(__file__, RUNS[name], folder, launcher)["found"]
+                step, spent = printed_figures(__file__, RUNS[name], folder, launcher)["found"]
             print(f"{name:8} {ranks} rank(s): a step {1e3 * step:.2f} ms, {1e3 * spent:.3f} ms to see it ({spent / step:.2%})")
 
 

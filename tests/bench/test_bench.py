@@ -21,8 +21,10 @@ from tests.conftest import environment
 
 def test_the_plain_loop_is_short_and_trains_the_same_network():
     assert len(PLAIN_LOOP.read_text().splitlines()) <= 150
-    plain, ours = load(str(PLAIN_LOOP)).MiniResNet(), MiniResNet()
-    assert [tuple(one.shape) for one in plain.parameters()] == [tuple(one.shape) for one in ours.parameters()]
+    plain, network = load(str(PLAIN_LOOP)).MiniResNet(), MiniResNet()
+    assert [tuple(parameter.shape) for parameter in plain.parameters()] == [
+        tuple(parameter.shape) for parameter in network.parameters()
+    ]
 
 
 def test_the_plain_loop_runs_by_itself(tmp_path):
@@ -57,7 +59,7 @@ def test_the_plain_loop_computes_in_the_precision_that_it_is_told(monkeypatch, p
     words = ["--epochs=1", "--size=8", "--batch-size=4", f"--precision={precision}"]
     plain.train(plain.arguments().parse_args(words), Network())
     assert dtypes == {f"torch.{products}"}
-    assert [one.is_enabled() for one in scalers] == [scales]
+    assert [grad_scaler.is_enabled() for grad_scaler in scalers] == [scales]
 
 
 class Started(SimpleNamespace):
@@ -81,26 +83,26 @@ def test_like_stands_beside_like(tmp_path, monkeypatch):
     started = Started()
     monkeypatch.setattr(bench, "interleaved", started.interleaved)
     monkeypatch.setattr(bench, "peak", lambda dtype: {torch.float32: 1e12, torch.bfloat16: 2e12}[dtype])
-    one = bench.training(comparison(tmp_path), 1, [torch.float32, torch.bfloat16])
+    measured = bench.training(comparison(tmp_path), 1, [torch.float32, torch.bfloat16])
     assert list(started.commands) == ["plain in fp32", "ours in fp32", "plain in bf16", "ours"]
     assert "--precision=fp32" in started.commands["plain in fp32"]
     assert "--trainer.precision=32-true" in started.commands["ours in fp32"]
     assert "--precision=bf16" in started.commands["plain in bf16"]
-    assert one.peaks == {"fp32": 1e12, "bf16": 2e12}
-    found = bench.results([one], bench.Round(1, 2, dict.fromkeys(("plain", "ours"), one.programs["ours"])), {
+    assert measured.peaks == {"fp32": 1e12, "bf16": 2e12}
+    results = bench.results([measured], bench.Round(1, 2, dict.fromkeys(("plain", "ours"), measured.programs["ours"])), {
         "plain": [1.0, 1.0], "ours": [2.0, 2.0]
     }, comparison(tmp_path))  # fmt: skip
-    (training,) = found["training"]
+    (training,) = results["training"]
     assert training["programs"]["ours"]["ratio"] == [3.0, 3.0]
     assert training["programs"]["ours"]["ratio_in_bf16"] == [1.5, 1.5]
     assert "ratio_in_bf16" not in training["programs"]["ours in fp32"]
 
     console = Console(width=140, record=True)
-    report.show(found, console)
+    report.show(results, console)
     text = console.export_text()
     assert "times the plain loop in fp32" in text
     assert "times the plain loop in bf16" in text
-    report.draw(found, tmp_path / "it.svg")
+    report.draw(results, tmp_path / "it.svg")
 
     bench.training(comparison(tmp_path), 1, [torch.float32])
     assert list(started.commands) == ["plain in fp32", "ours in fp32", "ours"]  # of which all are in fp32
@@ -145,16 +147,16 @@ def test_a_benchmark(cli, tmp_path):
     run = cli("bench", "--config=configs/bench.yaml", "--run=it", "--ranks=[1]", "--turns=1", "--steps=1")
     assert run.code == 0, run.output
     assert "times the plain loop" in run.output
-    found = json.loads((tmp_path / "lightning_logs/it/bench.json").read_text())
-    (training,) = found["training"]
+    results = json.loads((tmp_path / "lightning_logs/it/bench.json").read_text())
+    (training,) = results["training"]
     in_bf16 = cpu_precision("16-mixed")[0] == "bf16-mixed"  # a lever that not every processor has
     assert training["programs"]["ours"]["ratio"][0] > (1.5 if in_bf16 else 0.8)
     assert training["programs"]["ours in fp32"]["ratio"][0] > 0.8
     assert ("plain in bf16" in training["programs"]) == in_bf16
-    assert found["loading"]["ratio"][0] > 6
-    alone = found["framework"]["us_a_step"]
+    assert results["loading"]["ratio"][0] > 6
+    alone = results["framework"]["us_a_step"]
     assert alone["ours"] < 3 * alone["plain"]
-    assert all(one["phases_ms"][name] > 0 for one in training["programs"].values() for name in ("data", "backward"))
+    assert all(program["phases_ms"][name] > 0 for program in training["programs"].values() for name in ("data", "backward"))
     assert set(training["programs"]["plain in fp32"]["phases_ms"]) == set(training["programs"]["ours"]["phases_ms"])
     assert (tmp_path / "lightning_logs/it/bench.svg").read_text().startswith("<svg")
 

@@ -47,8 +47,8 @@ def test_one_after_the_other_in_each_round(tmp_path):
 def test_a_turn_lasts_long_enough(tmp_path):
     """Five steps of a GPU are over in ten milliseconds: the warm-up finds out how many each program takes."""
     measured = interleaved([program("a", 0.0), program("b", 0.02)], tmp_path, turns=2, steps=2, least_seconds=0.3)
-    for one in measured.values():
-        assert min(one.seconds) * one.steps > 0.2
+    for result in measured.values():
+        assert min(result.seconds) * result.steps > 0.2
     assert measured["b"].steps < 30 < measured["a"].steps
     long = interleaved([program("b", 0.2)], tmp_path, turns=1, steps=2, least_seconds=0.3)
     assert long["b"].steps == 2  # these last long enough as they are

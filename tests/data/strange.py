@@ -97,9 +97,9 @@ def part(dataset: Dataset[Any]) -> Subset[Any]:
     return Subset(dataset, range(10, len(dataset)))  # type: ignore[arg-type]
 
 
-def make(how="usual", **more):
+def make(how="usual", **settings):
     """A function without hints, as those that load datasets often are."""
-    return Strange(how, **more)
+    return Strange(how, **settings)
 
 
 class Alone(Strange):

@@ -22,7 +22,7 @@ def test_flipped_alternately_two_epochs_in_a_row_show_both():
     shown = [crop_and_flip(IMAGES, SAMPLES, epoch, seed=1, padding=0, flip="alternate") for epoch in range(4)]
     assert torch.equal(shown[0], shown[2])
     assert torch.equal(shown[1], shown[0].flip(3))
-    mirrored = sum(torch.equal(one, image.flip(2)) for one, image in zip(shown[0], IMAGES, strict=True))
+    mirrored = sum(torch.equal(crop, image.flip(2)) for crop, image in zip(shown[0], IMAGES, strict=True))
     assert 8 < mirrored < 24  # of 32
 
 
@@ -54,8 +54,8 @@ def test_every_move_and_its_mirror_image_occur():
             moved = padded[:, down : down + 9, right : right + 7]
             wanted[moved.numpy().tobytes()] = 0
             wanted[moved.flip(2).contiguous().numpy().tobytes()] = 0
-    for one in out:
-        wanted[one.contiguous().numpy().tobytes()] += 1  # a KeyError is an image that no move explains
+    for crop in out:
+        wanted[crop.contiguous().numpy().tobytes()] += 1  # a KeyError is an image that no move explains
     assert min(wanted.values()) > 4000 / 18 / 2
 
 

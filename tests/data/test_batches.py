@@ -108,6 +108,6 @@ def test_an_image_that_can_not_be_read_stops_or_is_skipped_and_listed(workers):
     first, _ = loader
     assert first["image"][:, 0, 0, 0].tolist() == [0, 1, 2, 5, 5]
     assert first["sample"].tolist() == [0, 1, 2, 3, 4]
-    assert [one.partition(" can't")[0] for one in unread] == [f"Sample {n} of the train set (Torn)" for n in (3, 4)]
+    assert [message.partition(" can't")[0] for message in unread] == [f"Sample {n} of the train set (Torn)" for n in (3, 4)]
     with pytest.raises(ValueError, match=r"Sample 3 of the train set \(Torn\) can't be read"):
         [*MicroBatchLoader(keys, 0, {}, dataset=MicroBatches(Torn("tensor"), order), num_workers=workers)]

@@ -61,5 +61,5 @@ def test_images_on_the_device_are_those_that_are_loaded(tmp_path):
     assert (held, none) == (["train", "val"], [])
     assert seen(tmp_path / "asked", num_workers=0)[1] == []
     assert len(batches) == len(loaded) > 20
-    for one, other in zip(batches, loaded, strict=True):
-        assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+    for batch, expected in zip(batches, loaded, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(batch, expected, strict=True))

@@ -40,9 +40,9 @@ def look(some, mean=0.5, std=0.25):
     ],
 )
 def test_what_is_doubtful_is_said(some, doubt):
-    (said,) = look(some)
-    assert re.search(doubt, said), said
-    assert "HINT" in said
+    (message,) = look(some)
+    assert re.search(doubt, message), message
+    assert "HINT" in message
 
 
 def test_what_is_usual_is_not():

@@ -25,10 +25,10 @@ def batch(dataset, classes=CLASSES, **settings):
 @pytest.mark.parametrize("how", ["usual", "dict", "other names", "shares", "shares in doubles", "whole floats"])
 @pytest.mark.parametrize("kind", [Strange, Lists])
 def test_an_image_and_a_label_come_in_many_ways(how, kind):
-    usual, made = batch(Strange()), batch(kind(how))
-    assert torch.equal(made["image"], usual["image"])
+    expected, made = batch(Strange()), batch(kind(how))
+    assert torch.equal(made["image"], expected["image"])
     numbers = made["label"].argmax(1) if "shares" in how else made["label"]
-    assert torch.equal(numbers, usual["label"])
+    assert torch.equal(numbers, expected["label"])
     assert made["label"].dtype == (torch.float32 if "shares" in how else torch.int64)
 
 
@@ -131,10 +131,10 @@ RUN = (
 )
 
 
-def of(train, val=None, **more):
+def of(train, val=None, **extra):
     """The words that name these datasets."""
     sets = {"train": train, "val": val or {"class_path": "tests.data.strange.Strange"}}
-    settings = {"num_classes": 10, **sets, **more}
+    settings = {"num_classes": 10, **sets, **extra}
     source = {"class_path": "project.data.Datasets", "init_args": settings}
     return f"--data.source={json.dumps(source)}"
 

@@ -89,16 +89,16 @@ def test_the_ranks_share_a_step_whatever_their_number(order, world_size, epoch):
     if order.micro_batches % world_size:
         return
     whole = micro_batches(order, epoch)
-    found = [[[] for _ in range(order.micro_batches)] for _ in range(order.steps)]
+    shared = [[[] for _ in range(order.micro_batches)] for _ in range(order.steps)]
     for rank in range(world_size):
         sampler = MicroBatchSampler(order, rank, world_size)
         sampler.set_epoch(epoch)
         keys = list(sampler)
         assert len(keys) == len(sampler)
-        mine = replace(order, share=order.micro_batches // world_size)
+        rank_order = replace(order, share=order.micro_batches // world_size)
         for key in keys:
-            found[key[1]][key[2]] = mine.indices(key).tolist()
-    assert found == whole
+            shared[key[1]][key[2]] = rank_order.indices(key).tolist()
+    assert shared == whole
 
 
 @given(st.integers(1, 500), st.integers(1, 50), st.integers(1, 16))

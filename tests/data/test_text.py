@@ -77,9 +77,9 @@ def test_every_byte_is_in_the_split_of_its_file(texts, data):
     _, files = files_of(str(texts))
     assert list(files) == sorted(files)
     for split in SPLITS:
-        mine = [path.read_bytes() for name, path in files.items() if split_of(name, 0.2) == split]
-        assert mine
-        assert data.windows(split).tokens.tobytes() == b"".join(text + b"\0" for text in mine)
+        contents = [path.read_bytes() for name, path in files.items() if split_of(name, 0.2) == split]
+        assert contents
+        assert data.windows(split).tokens.tobytes() == b"".join(text + b"\0" for text in contents)
 
 
 def test_pythons_own_library_without_its_tests():
@@ -111,11 +111,11 @@ def test_a_file_that_was_cut_off_is_made_again(data, left):
     data.setup("fit")
 
 
-def _prepare_often(texts, root, others):
+def _prepare_often(texts, root, barrier):
     data = data_of(texts, root)
     for _ in range(10):
         data.prepare_data()
-        others.wait(60)
+        barrier.wait(60)
         for split in SPLITS:
             write_whole(data.path(split), data.windows(split).tokens.tobytes())
 
@@ -124,8 +124,8 @@ def test_several_processes_prepare_at_once(texts, tmp_path):
     """Whoever looks finds nothing or all of it, and nothing else is left."""
     (texts / "0.txt").write_text("a long text " * 100_000)
     context = multiprocessing.get_context("fork")
-    others = context.Barrier(3)
-    processes = [context.Process(target=_prepare_often, args=(texts, tmp_path / "bytes", others)) for _ in range(3)]
+    barrier = context.Barrier(3)
+    processes = [context.Process(target=_prepare_often, args=(texts, tmp_path / "bytes", barrier)) for _ in range(3)]
     for process in processes:
         process.start()
     data, sizes = data_of(texts, tmp_path / "bytes"), set()
@@ -170,11 +170,11 @@ def test_a_run_goes_on_with_its_text(data):
 def test_what_counting_reaches(train, val):
     """By the definition, pair by pair."""
     pairs = [*pairwise(train)]
-    asked = [*pairwise(val)]
-    unigram = [(sum(b == two for _, b in pairs) + 1) / (len(pairs) + 256) for _, two in asked]
-    bigram = [(pairs.count(pair) + 1) / (sum(a == pair[0] for a, _ in pairs) + 256) for pair in asked]
+    val_pairs = [*pairwise(val)]
+    unigram = [(sum(b == two for _, b in pairs) + 1) / (len(pairs) + 256) for _, two in val_pairs]
+    bigram = [(pairs.count(pair) + 1) / (sum(a == pair[0] for a, _ in pairs) + 256) for pair in val_pairs]
     for block in (1, 7):  # a long text is counted in pieces, whose borders are pairs, too
         tokens = np.frombuffer(train, np.uint8)
         assert np.array_equal(pair_counts(tokens, block), pair_counts(tokens))
-    found = simple_losses(np.frombuffer(train, np.uint8), np.frombuffer(val, np.uint8))
-    assert found == pytest.approx((-np.log(unigram).mean(), -np.log(bigram).mean()))
+    losses = simple_losses(np.frombuffer(train, np.uint8), np.frombuffer(val, np.uint8))
+    assert losses == pytest.approx((-np.log(unigram).mean(), -np.log(bigram).mean()))

@@ -41,9 +41,9 @@ def test_what_is_more_than_can_be_looked_at_is_unknown(looks: list[None]) -> Non
 
 
 def test_a_set_or_a_dict_that_grows_is_another_one() -> None:
-    digests, many = Digests(), range(1000)
-    assert digests.of({*many}) != digests.of({*many, 1000})
-    assert digests.of(dict.fromkeys(many)) != digests.of(dict.fromkeys([*many, 1000]))
+    digests, numbers = Digests(), range(1000)
+    assert digests.of({*numbers}) != digests.of({*numbers, 1000})
+    assert digests.of(dict.fromkeys(numbers)) != digests.of(dict.fromkeys([*numbers, 1000]))
     assert digests.of({"a": 1}) != digests.of({"a": 2})
 
 

@@ -19,19 +19,19 @@ HEALTHY = ("doctor", "--config", "configs/ddp.yaml", *TINY)
 def findings(run):
     (place,) = run.runs  # a run's folder, or a file where the doctor was called for none
     report = json.loads((place if place.is_file() else place / "doctor.json").read_text())
-    return {found["check"]: found for found in report["findings"]}
+    return {finding["check"]: finding for finding in report["findings"]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.faults), 2])
 def test_a_healthy_cluster(cli, ranks):
     run = cli(*HEALTHY, torchrun=ranks)
-    found = findings(run)
+    rows = findings(run)
     assert run.code == 0, run.output
-    assert {one["verdict"] for one in found.values()} <= {"good", "warning"}
+    assert {row["verdict"] for row in rows.values()} <= {"good", "warning"}
     checks = {"versions", "hardware", "network", "data", "run's folder", "limits", "clocks", "collectives", "compute"}
-    assert set(found) >= checks | {"memory", "loader"} | ({"links", "gradient sync"} if ranks else set())
-    for check in found:
+    assert set(rows) >= checks | {"memory", "loader"} | ({"links", "gradient sync"} if ranks else set())
+    for check in rows:
         assert len(re.findall(rf"│ {check} ", run.output)) == 1  # one table, by one rank
     assert "[rank 1" not in run.output  # the table may name it as slow
 
@@ -60,13 +60,13 @@ def test_data_that_is_not_there_is_a_finding_and_the_fit_does_not_start(quick, t
 def test_it_examines_any_module_and_data(quick):
     words = ("doctor", "--data=tests.own.PointsData", "--trainer.global_batch_size=24", "--trainer.accelerator=cpu")
     first = quick(*words, "--model=tests.own.Regression", "--run=automatic")
-    found = findings(first)
-    assert found["data"]["text"].startswith("the same everywhere: 50 train (")
-    assert {found[check]["verdict"] for check in ("compute", "memory", "loader")} == {"good"}, found
+    rows = findings(first)
+    assert rows["data"]["text"].startswith("the same everywhere: 50 train (")
+    assert {rows[check]["verdict"] for check in ("compute", "memory", "loader")} == {"good"}, rows
     first.runs[0].rename(first.folder / "first")
-    found = findings(quick(*words[:2], "--model=tests.own.Duel", "--trainer.accelerator=cpu", "--run=manual"))
-    assert "takes its steps by itself" in found["compute"]["text"]
-    assert found["loader"]["verdict"] == "good"
+    rows = findings(quick(*words[:2], "--model=tests.own.Duel", "--trainer.accelerator=cpu", "--run=manual"))
+    assert "takes its steps by itself" in rows["compute"]["text"]
+    assert rows["loader"]["verdict"] == "good"
 
 
 def test_a_small_dev_shm_is_found_before_a_loader_needs_it(tmp_path):
@@ -77,11 +77,11 @@ def test_a_small_dev_shm_is_found_before_a_loader_needs_it(tmp_path):
     program = [sys.executable, "-m", "project", *HEALTHY, *large]
     small = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m none /dev/shm; exec "$@"', "sh"]
     done = subprocess.run([*small, *program], cwd=tmp_path, env=environment(), capture_output=True, text=True)
-    found = findings(Run(done.returncode, done.stdout + done.stderr, tmp_path))["limits"]
-    assert (done.returncode, found["verdict"]) == (1, "bad"), done.stderr
-    assert "64 MiB of /dev/shm, and the loaders' workers take 109 MiB" in found["text"]
-    assert "docker run --shm-size" in found["fix"]
-    assert "Free disk" not in found["fix"]
+    row = findings(Run(done.returncode, done.stdout + done.stderr, tmp_path))["limits"]
+    assert (done.returncode, row["verdict"]) == (1, "bad"), done.stderr
+    assert "64 MiB of /dev/shm, and the loaders' workers take 109 MiB" in row["text"]
+    assert "docker run --shm-size" in row["fix"]
+    assert "Free disk" not in row["fix"]
 
 
 def test_a_fit_that_finds_dev_shm_full_says_so_and_does_not_wait(tmp_path):
@@ -92,10 +92,10 @@ def test_a_fit_that_finds_dev_shm_full_says_so_and_does_not_wait(tmp_path):
     small = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=16m none /dev/shm; exec "$@"', "sh"]
     program = [*small, sys.executable, "-m", "project", *words]
     done = subprocess.run(program, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
-    said = done.stdout + done.stderr
-    assert done.returncode == 1, said
-    assert "was killed by signal 7. HINT: /dev/shm (16 MiB) may be full: give it more (docker run --shm-size" in said
-    assert "Traceback" not in said
+    output = done.stdout + done.stderr
+    assert done.returncode == 1, output
+    assert "was killed by signal 7. HINT: /dev/shm (16 MiB) may be full: give it more (docker run --shm-size" in output
+    assert "Traceback" not in output
 
 
 def test_ranks_are_named_by_host():
@@ -110,16 +110,18 @@ def test_what_most_ranks_have_is_what_is_usual():
 
 
 def test_a_configuration_that_differs_is_shown_by_key():
-    ours, theirs = {"trainer": {"max_epochs": 3}, "seed": 0}, {"trainer": {"max_epochs": 2}, "seed": 0}
-    assert differing_keys([ours, theirs, ours], ["h1", "h2", "h3"]) == {"rank 1 on h2: trainer.max_epochs 2, elsewhere 3": [1]}
+    config, changed = {"trainer": {"max_epochs": 3}, "seed": 0}, {"trainer": {"max_epochs": 2}, "seed": 0}
+    assert differing_keys([config, changed, config], ["h1", "h2", "h3"]) == {
+        "rank 1 on h2: trainer.max_epochs 2, elsewhere 3": [1]
+    }
 
 
 def test_only_what_differs_is_sent_in_full():
     sent = []
 
-    def gather(mine):
-        sent.append(mine)
-        return [mine, mine]
+    def gather(value):
+        sent.append(value)
+        return [value, value]
 
     environments = dict.fromkeys(
         ("Python", "torch", "CUDA", "NCCL", "lightning", "project", "commit", "sources", "image", "configuration"), "same"

@@ -144,9 +144,9 @@ def test_what_looks_at_its_numbers_is_not_known_and_leaves_no_trace(tmp_path):
 
 def test_averages_micro_batches_and_blocks_make_it_more(tmp_path):
     base, _ = forecast(Net(), tmp_path, Layout(2, "full"))
-    more, _ = forecast(Net(), tmp_path, Layout(2, "full", accumulation=2), callbacks=[WeightAveraging()])
-    assert more.figures["other"] == 2 * base.figures["other"] + base.figures["parameters"]
-    assert more.figures["gradients"] == sum(p.nbytes for p in Net().parameters() if p.requires_grad)
+    averaged, _ = forecast(Net(), tmp_path, Layout(2, "full", accumulation=2), callbacks=[WeightAveraging()])
+    assert averaged.figures["other"] == 2 * base.figures["other"] + base.figures["parameters"]
+    assert averaged.figures["gradients"] == sum(p.nbytes for p in Net().parameters() if p.requires_grad)
     # Backwards: a block, the next one's buffer, its gradients, and those of the one before on their way; the root's as well.
     root, block = (sum(p.nbytes for p in part.parameters()) for part in (gpt(0), gpt(1).network.blocks[0]))
     gathered = forecast(gpt(4), tmp_path, Layout(1, "full", reduce_dtype=torch.float32))[0].figures["gathered"]

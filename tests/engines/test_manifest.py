@@ -61,8 +61,8 @@ def test_a_pipe_can_be_named_for_it(tmp_path):
     os.close(reading)
 
 
-def container(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return dict(job_of(found)["spec"]["template"]["spec"]["containers"][0])
+def container(kinds: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return dict(job_of(kinds)["spec"]["template"]["spec"]["containers"][0])
 
 
 def test_a_yaml_for_gpus_and_a_config_of_ones_own_need_neither_here(tmp_path):
@@ -76,16 +76,16 @@ def test_a_yaml_for_gpus_and_a_config_of_ones_own_need_neither_here(tmp_path):
     run = forked(tmp_path, "manifest", *words, "--image", IMAGE)
     assert run.code == 0, run.output
     assert not (tmp_path / "lightning_logs").exists()
-    found = documents(run.output[run.output.index("# The run nightly") :])
-    train = container(found)
+    kinds = documents(run.output[run.output.index("# The run nightly") :])
+    train = container(kinds)
     assert train["args"] == [
         *("fit", "--config=configs/ddp.yaml", "--config=/config/mine.yaml", "--data.num_workers=2", odd),
         *("--trainer.default_root_dir", "/data", "--run=nightly"),
     ]
     assert {"name": "runs", "mountPath": "/data/lightning_logs"} in train["volumeMounts"]
-    assert found["ConfigMap"]["data"]["mine.yaml"] == (tmp_path / "mine.yaml").read_text()
+    assert kinds["ConfigMap"]["data"]["mine.yaml"] == (tmp_path / "mine.yaml").read_text()
     assert train["resources"]["limits"]["nvidia.com/gpu"] == "4"
-    values = {one["name"]: one.get("value") for one in train["env"]}
+    values = {variable["name"]: variable.get("value") for variable in train["env"]}
     assert values["NNODES"] == "2:2"
     assert values["NPROC_PER_NODE"] == "4"
     assert values["PROJECT_IMAGE"] == IMAGE
@@ -101,16 +101,16 @@ def test_memory_disk_shm_and_grace_follow_from_the_run(folder, tmp_path):
     images = ("--data.source.init_args.image_size=224", "--data.batch_size=32", "--data.global_batch_size=1024")
     few = ("--data.source.init_args.train_size=4096", "--data.source.init_args.val_size=8")
     words = ("--config=configs/ddp.yaml", "--run=large", "--nodes=4", "--gpus=8", *large, *images, *few)
-    small, found = documents(text(folder, *FILES["job.yaml"])), documents(text(tmp_path, *words))
+    small, big = documents(text(folder, *FILES["job.yaml"])), documents(text(tmp_path, *words))
 
     def figures(of: dict[str, dict[str, Any]]) -> tuple[int, int, int, int]:
         pod = job_of(of)["spec"]["template"]["spec"]
-        (shm,) = [one["emptyDir"]["sizeLimit"] for one in pod["volumes"] if one["name"] == "shm"]
+        (shm,) = [volume["emptyDir"]["sizeLimit"] for volume in pod["volumes"] if volume["name"] == "shm"]
         claim = of["PersistentVolumeClaim"]["spec"]["resources"]["requests"]["storage"]
         memory = pod["containers"][0]["resources"]["limits"]["memory"]
         return _gib(claim), _gib(shm), _gib(memory), pod["terminationGracePeriodSeconds"]
 
-    disk, shm, memory, grace = figures(found)
+    disk, shm, memory, grace = figures(big)
     least = figures(small)
     # The doctor asks for 11 checkpoints of weights and as much again for the optimiser: 86 M x 8 B x 11 = 7.0 GiB.
     assert 14 <= disk <= 18
@@ -196,18 +196,18 @@ def test_names_of_claims_and_folders_are_looked_at():
 
 
 def test_the_container_gets_the_words_but_for_the_manifests_own(tmp_path):
-    mine, other = tmp_path / "mine.yaml", tmp_path / "other.yaml"
-    other.write_text("seed_everything: 1\n")
-    mine.write_text("base: other.yaml\n")
-    argv = f"--nodes 2 --config {other} --config {mine} --out=x --gpus=8 --trainer.max_epochs 3 --run a --data.flip=true"
+    config, base = tmp_path / "mine.yaml", tmp_path / "other.yaml"
+    base.write_text("seed_everything: 1\n")
+    config.write_text("base: other.yaml\n")
+    argv = f"--nodes 2 --config {base} --config {config} --out=x --gpus=8 --trainer.max_epochs 3 --run a --data.flip=true"
     words, configs = command(argv.split())
     assert words == ["--config=:other.yaml", "--config=:mine.yaml", "--trainer.max_epochs", "3", "--data.flip=true"]
     assert set(configs) == {"mine.yaml", "other.yaml"}
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/other.yaml").write_text("seed_everything: 1\n")
-    mine.write_text("base: sub/other.yaml\n")
+    config.write_text("base: sub/other.yaml\n")
     with pytest.raises(UserError, match="in one folder"):
-        command(["--config", str(mine)])
+        command(["--config", str(config)])
 
 
 # What Kubernetes makes of it --------------------------------------------------------------------------------------------
@@ -241,8 +241,8 @@ def check_job(kinds: dict[str, dict[str, Any]]) -> None:
         variables = {variable["name"]: variable for variable in container["env"]}
         assert {mount["name"] for mount in container["volumeMounts"]} <= {volume["name"] for volume in pod["volumes"]}
         assert len(variables) == len(container["env"])
-        for word in (*container["command"], *container["args"]):
-            assert set(re.findall(r"(?<!\$)\$\((\w+)\)", word)) <= variables.keys()
+        for argument in (*container["command"], *container["args"]):
+            assert set(re.findall(r"(?<!\$)\$\((\w+)\)", argument)) <= variables.keys()
         stop = int(variables.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", {"value": "0"})["value"])
         assert stop < pod["terminationGracePeriodSeconds"]  # the launcher does not wait longer than the kubelet
     policy = kinds["NetworkPolicy"]["spec"]

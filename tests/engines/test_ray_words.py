@@ -31,7 +31,7 @@ def test_a_trial_of_a_sweep_is_watched_under_the_name_that_it_has(monkeypatch, t
     assert options.folder == tmp_path / "lightning_logs/it-2"
     assert options.words[3:5] == ["--run", "it-2"]
     assert "--data.global_batch_size=128" in options.words
-    assert not [word for word in options.words if word.startswith(("--sweep", "--trial"))]
+    assert not [argument for argument in options.words if argument.startswith(("--sweep", "--trial"))]
 
 
 def test_where_the_driver_is_does_not_go_to_the_workers(fit, monkeypatch):
@@ -44,7 +44,7 @@ def test_where_the_driver_is_does_not_go_to_the_workers(fit, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--workers=0"], "--workers: a number from 1 on, not 0"),
         (["--workers=2", "--min-workers=3"], "--min-workers 3 is more than --workers 2"),
@@ -54,11 +54,11 @@ def test_where_the_driver_is_does_not_go_to_the_workers(fit, monkeypatch):
         (["--max-failures=-2"], "--max-failures: a number from -1 on, not -2"),
     ],
 )
-def test_words_that_make_no_sense_are_refused(words, said, capsys):
+def test_words_that_make_no_sense_are_refused(words, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         read([*DDP, *words])
     assert stopped.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_the_driver_loads_neither_torch_nor_lightning():
@@ -83,17 +83,17 @@ def test_without_ray_it_says_what_to_install(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("address", "said"),
+    ("address", "message"),
     [
         ("127.0.0.1:9", "There is no connection with the Ray cluster at 127.0.0.1:9: "),
         ("ray://h1", "that is no address of a Ray"),
     ],
 )
-def test_a_cluster_that_is_not_there_is_said_at_once(address, said):
+def test_a_cluster_that_is_not_there_is_said_at_once(address, message):
     words = [sys.executable, "-m", "project", "ray", *DDP, f"--address={address}"]  # a program: it takes all signals
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
 
 
 def test_a_search_needs_to_know_what_decides(tmp_path, capsys):
@@ -154,19 +154,19 @@ def runs(fit, tmp_path, monkeypatch, *starts, failures=3):
         if saved:
             (options.folder / f"checkpoints/step-{len(left):09d}.ckpt").touch()
 
-    said = []
+    messages = []
     monkeypatch.setattr(driver, "_place", object)
     monkeypatch.setattr(driver, "_train", train)
     monkeypatch.setattr(fit, "remove_placement_group", lambda group: None)
-    monkeypatch.setattr(fit, "say", lambda level, text: said.append(text))
-    return driver.run(), said
+    monkeypatch.setattr(fit, "say", lambda level, text: messages.append(text))
+    return driver.run(), messages
 
 
 def test_after_so_many_failures_the_exit_code_is_the_ranks_own(fit, tmp_path, monkeypatch):
     killed = fit.Start(["h1", "h2"], {0: 75, 1: -9})
-    code, said = runs(fit, tmp_path, monkeypatch, (killed, False), failures=1)
+    code, messages = runs(fit, tmp_path, monkeypatch, (killed, False), failures=1)
     assert code == 75
-    assert said == [
+    assert messages == [
         "Ray starts the workers again (failure 1 of 1): rank 1 on h2: SIGKILL.",
         "The run is not started again: rank 1 on h2: SIGKILL; so many failures: 2 (--max-failures 1).",
     ]
@@ -174,10 +174,10 @@ def test_after_so_many_failures_the_exit_code_is_the_ranks_own(fit, tmp_path, mo
 
 def test_starts_that_come_to_no_new_checkpoint_come_to_an_end(fit, tmp_path, monkeypatch):
     failed = fit.Start(["h1"], {0: 1})
-    code, said = runs(fit, tmp_path, monkeypatch, (failed, True), (failed, False), failures=-1)
+    code, messages = runs(fit, tmp_path, monkeypatch, (failed, True), (failed, False), failures=-1)
     assert code == 1
-    assert len(said) == 5
-    assert "started 3 times and came to no new checkpoint" in said[-1]
+    assert len(messages) == 5
+    assert "started 3 times and came to no new checkpoint" in messages[-1]
 
 
 def test_a_rank_gets_the_variables_of_torchrun_and_the_gpus_of_its_host(fit):

@@ -20,7 +20,7 @@ def test_only_the_layers_that_torch_gets_wrong_are_named():
 
 
 def test_a_narrow_network_trains(quick):
-    run = quick("fit", "--config=configs/ddp.yaml", *(word for word in TINY if "widths" not in word), *NARROW)
+    run = quick("fit", "--config=configs/ddp.yaml", *(argument for argument in TINY if "widths" not in argument), *NARROW)
     assert run.code == 0, run.output
-    said = run.output.count("model.channels_last is off: this CPU has no AVX-512")
-    assert said == ("AVX512" not in torch.backends.cpu.get_cpu_capability())
+    count = run.output.count("model.channels_last is off: this CPU has no AVX-512")
+    assert count == ("AVX512" not in torch.backends.cpu.get_cpu_capability())

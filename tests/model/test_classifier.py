@@ -90,8 +90,8 @@ def test_a_network_that_does_not_fit_the_images_is_refused_and_its_own_errors_ar
 
 def test_a_function_that_makes_an_optimiser_may_need_several_parameters(fit):
     def by_layer(parameters):
-        first, *others = parameters
-        return torch.optim.SGD([{"params": [first], "lr": 0.1 / len(others)}, {"params": others}])
+        first, *rest = parameters
+        return torch.optim.SGD([{"params": [first], "lr": 0.1 / len(rest)}, {"params": rest}])
 
     fit(ImageClassifier(Linear(), by_layer), max_steps=1, enable_checkpointing=False)
 
@@ -112,9 +112,9 @@ def test_an_optimiser_that_can_not_step_is_refused_before_it_has_to(fit, make, t
 
 def test_a_checkpoint_of_another_network_says_what_differs():
     module = ImageClassifier(MiniResNet(widths=(4,)))
-    other = ImageClassifier(MiniResNet(widths=(8,))).state_dict()
+    state = ImageClassifier(MiniResNet(widths=(8,))).state_dict()
     with pytest.raises(ValueError, match=r"network\.stem\.0\.weight is \(8, 3, 3, 3\) there and \(4, 3, 3, 3\) here"):
-        resize_buffers(module, other)
+        resize_buffers(module, state)
 
 
 def test_the_means_of_an_epoch_go_on_from_a_checkpoint():
@@ -253,7 +253,7 @@ def test_a_compiled_network_makes_nearly_the_same_run(tmp_path):
         folder = tmp_path / mode
         folder.mkdir()
         words = ("--trainer.max_steps=4", "--trainer.limit_val_batches=0", "--run=it", f"--model.compile={mode}")
-        tiny = [word for word in TINY if "network" not in word]
+        tiny = [argument for argument in TINY if "network" not in argument]
         network = "--model.network=scripts.bench.worker.Trivial"  # the compiler takes its time with every convolution
         run = forked(folder, "fit", "--config=configs/ddp.yaml", *tiny, network, *words)
         assert run.code == 0, run.output

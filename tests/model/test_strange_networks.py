@@ -115,9 +115,9 @@ def test_a_network_begins_with_the_weights_of_another_project(quick, weights):
 
     # What was begun resumes from its own checkpoint, and needs the file no more.
     weights.unlink()
-    again = quick(*RUN, *words, "--model.init_prefix=module.", *STILL, "--trainer.max_steps=2", ranks=3)
-    assert again.code == 0, again.output
-    assert "begin as in" not in again.output
+    resumed = quick(*RUN, *words, "--model.init_prefix=module.", *STILL, "--trainer.max_steps=2", ranks=3)
+    assert resumed.code == 0, resumed.output
+    assert "begin as in" not in resumed.output
 
 
 def test_a_network_begins_with_the_weights_of_a_run_before(quick):
@@ -170,9 +170,9 @@ def test_a_function_is_a_network_whatever_its_signature_says(quick, tmp_path, na
     assert "outputs" not in run.output  # as many as classes
     assert [value for _, value in run.events("train/lr")] == pytest.approx([0.01 / 4, 0.01 / 16, 0.01 / 64])
     if name in ("unannotated", "create_anything"):  # those of which a config can say least
-        again = quick("fit", f"--config={run.folder}/lightning_logs/it/config.yaml", "--run=again")
-        assert again.code == 0, again.output
-        assert "outputs" not in again.output
+        rerun = quick("fit", f"--config={run.folder}/lightning_logs/it/config.yaml", "--run=again")
+        assert rerun.code == 0, rerun.output
+        assert "outputs" not in rerun.output
 
 
 def test_a_function_is_a_schedule_or_an_optimiser_by_its_name_alone(quick):
@@ -186,16 +186,16 @@ def test_a_function_is_a_schedule_or_an_optimiser_by_its_name_alone(quick):
 def test_a_function_is_a_dataset(quick):
     made = {"class_path": "tests.data.strange.make", "init_args": {"how": "dict", "size": 96}}
     source = {"class_path": "project.data.Datasets", "init_args": {"num_classes": 10, "train": made}}
-    words = [word for word in RUN if "source" not in word]
+    words = [argument for argument in RUN if "source" not in argument]
     run = quick(*words, f"--data.source={json.dumps(source)}", "--run=it", "--checkpoints.every_n_steps=2", ranks=3)
     assert run.code == 0, run.output
     # There is no validation set, which is said once, and the run goes on without.
     assert run.output.count("There is no validation set, and so no validation.") == 1
     assert "val/" not in run.output
     assert (run.folder / "lightning_logs/it/checkpoints/step-000000003.ckpt").exists()
-    again = quick(*words, f"--data.source={json.dumps(source)}", "--run=it", "--trainer.max_steps=7", ranks=3)
-    assert again.code == 0, again.output
-    assert "Resumes from" in again.output or "Takes up" in again.output
+    resumed = quick(*words, f"--data.source={json.dumps(source)}", "--run=it", "--trainer.max_steps=7", ranks=3)
+    assert resumed.code == 0, resumed.output
+    assert "Resumes from" in resumed.output or "Takes up" in resumed.output
     assert (run.folder / "lightning_logs/it/checkpoints/step-000000007.ckpt").exists()
     validated = quick(
         "validate",
