@@ -73,7 +73,7 @@ class Unavailable(Exception):
 
 
 def _command(*words: str | Path) -> str:
-    done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
+    done = subprocess.run([str(argument) for argument in words], capture_output=True, text=True)
     if done.returncode:
         raise Unavailable(f"{Path(words[0]).name} fails:\n{done.stderr[-3000:]}")
     return done.stdout

@@ -35,7 +35,7 @@ struct Capture {
   cudaStreamCaptureMode mode;
   std::thread::id thread;
   cudaStream_t origin;
-  std::set<int> leaves;  // nodes that no other node waits for
+  std::set<int> leaf_nodes;  // nodes that no other node waits for
   int nodes = 0;
   bool invalid = false;
 };
@@ -151,22 +151,22 @@ void add_node(Stream* stream) {
   Capture* capture = stream->capture;
   if (capture == nullptr) return;
   int node = capture->nodes++;
-  for (int before : stream->tail) capture->leaves.erase(before);
-  capture->leaves.insert(node);
+  for (int before : stream->tail) capture->leaf_nodes.erase(before);
+  capture->leaf_nodes.insert(node);
   stream->tail = {node};
 }
 
 // A call that may wait for a device is forbidden to the thread that captures, and in global mode to all threads that have not
 // exchanged their own mode: the call fails, and so does the capture.
 bool forbidden() {
-  bool found = false;
+  bool refused = false;
   if (thread_mode == cudaStreamCaptureModeRelaxed) return false;
   for (auto& [id, capture] : captures) {
     if (capture->mode == cudaStreamCaptureModeRelaxed) continue;
     bool global = capture->mode == cudaStreamCaptureModeGlobal && thread_mode == cudaStreamCaptureModeGlobal;
-    if (global || capture->thread == std::this_thread::get_id()) found = capture->invalid = true;
+    if (global || capture->thread == std::this_thread::get_id()) refused = capture->invalid = true;
   }
-  return found;
+  return refused;
 }
 
 #define REFUSE_IN_CAPTURE(call) \
@@ -580,13 +580,13 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_handl
   Lock lock(mutex);
   Stream* stream = stream_of(handle);
   auto* event = reinterpret_cast<Event*>(event_handle);
-  auto found = captures.find(event->capture);
-  if (found == captures.end()) {
+  auto entry = captures.find(event->capture);
+  if (entry == captures.end()) {
     if (!event->recorded || stream->capture == nullptr || (flags & cudaEventWaitExternal)) return cudaSuccess;
     stream->capture->invalid = true;
     return fail(cudaErrorStreamCaptureIsolation, "cudaStreamWaitEvent");
   }
-  Capture* capture = found->second;
+  Capture* capture = entry->second;
   if (stream->capture != nullptr && stream->capture != capture) {
     capture->invalid = stream->capture->invalid = true;
     return fail(cudaErrorStreamCaptureMerge, "cudaStreamWaitEvent");
@@ -642,9 +642,9 @@ API cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
   bool elsewhere = capture->thread != std::this_thread::get_id();
   if (elsewhere && capture->mode != cudaStreamCaptureModeRelaxed) return fail(cudaErrorStreamCaptureWrongThread, "cudaStreamEndCapture");
   bool unjoined = false;
-  for (int leaf : capture->leaves) unjoined |= origin->tail.count(leaf) == 0;
+  for (int leaf : capture->leaf_nodes) unjoined |= origin->tail.count(leaf) == 0;
   captures.erase(capture->id);
-  for (auto& [other, stream] : streams) {
+  for (auto& [stream_handle, stream] : streams) {
     if (stream->capture != capture) continue;
     stream->capture = nullptr;
     stream->tail.clear();

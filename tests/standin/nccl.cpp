@@ -317,12 +317,12 @@ API ncclResult_t ncclCommSplit(ncclComm_t parent_handle, int color, int key, ncc
   int own[2] = {color, key};
   int size = 0;
   int rank = 0;
-  ncclResult_t result = exchange(parent, own, sizeof own, [&](int other, size_t, const char* chunk, size_t) {
-    int theirs[2];
-    memcpy(theirs, chunk, sizeof theirs);
-    if (theirs[0] != color) return;
+  ncclResult_t result = exchange(parent, own, sizeof own, [&](int peer, size_t, const char* chunk, size_t) {
+    int values[2];
+    memcpy(values, chunk, sizeof values);
+    if (values[0] != color) return;
     size++;
-    rank += theirs[1] < key || (theirs[1] == key && other < parent->rank);
+    rank += values[1] < key || (values[1] == key && peer < parent->rank);
   });
   std::string name = parent->name + "-" + std::to_string(parent->splits++) + "-" + std::to_string(color);
   *handle = nullptr;

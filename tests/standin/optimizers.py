@@ -58,7 +58,7 @@ class Small(LightningModule):
         return self.make(self.parameters())
 
     def on_train_end(self) -> None:
-        self.finite = all(bool(local(one).isfinite().all()) for one in self.parameters())
+        self.finite = all(bool(local(parameter).isfinite().all()) for parameter in self.parameters())
 
     def train_dataloader(self) -> Any:
         points = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))

@@ -115,7 +115,11 @@ class GpuFault(Callback):
 
     def on_after_backward(self, trainer: Trainer, module: LightningModule) -> None:
         if self.how == "overflow" and (trainer.global_rank, trainer.global_step) == (self.rank, self.step):
-            parts = [one.grad for one in module.parameters() if isinstance(one, DTensor) and one.device_mesh.ndim > 1]
+            parts = [
+                parameter.grad
+                for parameter in module.parameters()
+                if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1
+            ]
             for gradient in parts[:1]:
                 if gradient is not None:  # of a step's last micro-batch
                     local(gradient)[0].fill_(torch.inf)

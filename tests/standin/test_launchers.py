@@ -79,16 +79,16 @@ def test_two_hosts_with_two_gpus_each(hosts: Any, gpu: Cli, tmp_path: Path, shar
     together.mkdir()
     exact = ("--trainer.precision=32-true", "--trainer.exact=true", "--trainer.max_epochs=1", "--data.global_batch_size=32")
     words = [*GPT, sharded(shard="node")] if shard else [*DDP, *exact]
-    words = [word for word in words if not word.startswith("--trainer.devices")]
+    words = [argument for argument in words if not argument.startswith("--trainer.devices")]
     if shard:
         words.append("--trainer.global_batch_size=16")
     with meeting_place() as place:
         own = {**environment(2, place), "NPROC_PER_NODE": "2"}
         running = [launch(host, together, *words, plugged(CONTEXTS), nodes=2, **own) for host in hosts[:2]]
-        codes = [one.wait(LONG) for one in running]
+        codes = [process.wait(LONG) for process in running]
     assert codes == [0, 0], printed(together)
     assert "2 hosts x 2 processes" in (together / "h1.txt").read_text()
-    assert [one["devices"] for one in contexts(together)] == [[0], [1], [0], [1]]
+    assert [context["devices"] for context in contexts(together)] == [[0], [1], [0], [1]]
     if not shard:
         alone = gpu(*words, plugged())
         assert alone.code == 0, alone.output

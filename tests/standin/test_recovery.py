@@ -20,13 +20,13 @@ def test_killed_ranks_on_gpus_are_replaced(gpu: Cli, gpu_program: Cli, launcher:
     assert recovered.code == 0, recovered.output
     assert recovered.output.count("All ranks resume") == 1
     assert " on cuda" in recovered.output
-    ours, our_curves = final(recovered.folder), curves(recovered.folder)
+    checkpoint, logged = final(recovered.folder), curves(recovered.folder)
     whole = gpu(*DDP, "--run=whole", plugged(), ranks=ranks)
     assert whole.code == 0, whole.output
     (recovered.folder / "lightning_logs/it").rename(recovered.folder / "recovered")
     (recovered.folder / "lightning_logs/whole").rename(recovered.folder / "lightning_logs/it")
-    assert same(ours, final(whole.folder))
-    assert our_curves == curves(whole.folder)
+    assert same(checkpoint, final(whole.folder))
+    assert logged == curves(whole.folder)
 
 
 def test_a_module_that_uses_cuda_when_it_is_imported_is_refused(gpu_program: Cli, tmp_path) -> None:

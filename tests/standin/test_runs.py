@@ -54,12 +54,15 @@ KILLED = [
     ("own_exact", 2),
     ("demo", 2),
     # What these keep is kept by those above, too: AdamW and dropout by "sharded", the order of sums by "own_exact".
-    *(pytest.param(*one, marks=pytest.mark.faults) for one in (("gpt", 2), ("exact", 3), ("compression", 2), ("gradients", 2))),
+    *(
+        pytest.param(*case, marks=pytest.mark.faults)
+        for case in (("gpt", 2), ("exact", 3), ("compression", 2), ("gradients", 2))
+    ),
 ]
 
 
-def plugged(*more: dict[str, Any]) -> str:
-    return "--trainer.callbacks=" + json.dumps([EMA, *more])
+def plugged(*entries: dict[str, Any]) -> str:
+    return "--trainer.callbacks=" + json.dumps([EMA, *entries])
 
 
 def fault(rank: int, step: int, how: str) -> dict[str, Any]:
@@ -116,9 +119,9 @@ def test_a_killed_run_resumes_to_the_same_bits(
     resumed = train(folder, name, kill, ranks=ranks)
     assert resumed.code == 0, resumed.output
     assert "Resumes from" in resumed.output
-    ours, theirs = final(resumed.folder), final(uninterrupted)
-    assert ours.keys() == theirs.keys()
-    assert [part for part in ours if not same(ours[part], theirs[part])] == []
+    checkpoint, expected = final(resumed.folder), final(uninterrupted)
+    assert checkpoint.keys() == expected.keys()
+    assert [part for part in checkpoint if not same(checkpoint[part], expected[part])] == []
     assert curves(resumed.folder) == curves(uninterrupted)
 
 
@@ -129,10 +132,10 @@ def test_a_killed_run_resumes_to_the_same_bits(
 def test_the_number_of_ranks_changes_rounding_and_nothing_else(
     whole: Callable[..., Path], name: str, ranks: list[int], tolerance: float
 ) -> None:
-    first, *others = (losses(whole(name, number)) for number in ranks)
+    first, *rest = (losses(whole(name, number)) for number in ranks)
     assert first
-    for other in others:
-        assert other == pytest.approx(first, rel=tolerance)
+    for values in rest:
+        assert values == pytest.approx(first, rel=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -152,14 +155,14 @@ def test_exact_has_the_bits_of_one_gpu(whole: Callable[..., Path], name: str, ra
 )
 def test_a_verb_reads_what_a_fit_has_left(gpu_pool: Any, whole: Callable[..., Path], verb: str, name: str, ranks: int) -> None:
     """On three ranks one has a micro-batch less, and its shards are asked for nevertheless."""
-    words = [word for word in WAYS[name][1:] if not word.startswith("--checkpoints")]
+    words = [argument for argument in WAYS[name][1:] if not argument.startswith("--checkpoints")]
     code, output = gpu_pool.run(whole(name, ranks), verb, *words, ranks=ranks)
     assert code == 0, output
 
 
-@pytest.mark.parametrize(("name", "other"), [("sharded_sgd", "ddp"), ("compression", "ddp"), ("gradients", "gpt")])
-def test_another_way_is_nearly_the_same_run(whole: Callable[..., Path], name: str, other: str) -> None:
-    assert losses(whole(name, 2)) == pytest.approx(losses(whole(other, 2)), rel=2e-2)
+@pytest.mark.parametrize(("name", "reference"), [("sharded_sgd", "ddp"), ("compression", "ddp"), ("gradients", "gpt")])
+def test_another_way_is_nearly_the_same_run(whole: Callable[..., Path], name: str, reference: str) -> None:
+    assert losses(whole(name, 2)) == pytest.approx(losses(whole(reference, 2)), rel=2e-2)
 
 
 def test_preemption_saves_after_the_step(train: Callable[..., Run], whole: Callable[..., Path]) -> None:
@@ -188,7 +191,7 @@ def test_an_overflow_in_the_first_step_leaves_momentum_alone(train: Callable[...
     assert run.code == 0, run.output
     assert "is skipped by fp16's loss scaling" in run.output
     momenta = final(run.folder)["optimizer_states"][0]["state"].values()
-    assert all(one["momentum_buffer"].isfinite().all() and one["momentum_buffer"].abs().max() < 1e3 for one in momenta)
+    assert all(state["momentum_buffer"].isfinite().all() and state["momentum_buffer"].abs().max() < 1e3 for state in momenta)
 
 
 def test_ranks_that_share_a_layer_skip_its_overflow_together(train: Callable[..., Run]) -> None:

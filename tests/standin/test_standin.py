@@ -42,9 +42,9 @@ def raw_stream() -> int:
     return torch.cuda.current_stream().cuda_stream
 
 
-def equal(ours: torch.Tensor, cpus: torch.Tensor) -> None:
-    assert ours.device.type == GPU
-    torch.testing.assert_close(ours.cpu(), cpus, rtol=1e-5, atol=1e-6, equal_nan=True)
+def equal(result: torch.Tensor, cpus: torch.Tensor) -> None:
+    assert result.device.type == GPU
+    torch.testing.assert_close(result.cpu(), cpus, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 def network() -> nn.Module:
@@ -80,8 +80,8 @@ def test_what_was_first_seen_in_inference_mode_is_written_after_it() -> None:
 def test_a_network_trains_as_on_the_cpu() -> None:
     cpu, gpu = network(), network().to(GPU)
     assert losses(gpu, GPU) == pytest.approx(losses(cpu, "cpu"), rel=1e-5)
-    for ours, cpus in zip(gpu.state_dict().values(), cpu.state_dict().values(), strict=True):
-        equal(ours, cpus)
+    for value, cpus in zip(gpu.state_dict().values(), cpu.state_dict().values(), strict=True):
+        equal(value, cpus)
     last = network().to(GPU, memory_format=torch.channels_last)
     assert losses(last, GPU) == pytest.approx(losses(network(), "cpu"), rel=1e-4)
     for kind in (torch.float16, torch.bfloat16):
@@ -107,8 +107,8 @@ def test_views_writes_and_masks() -> None:
         results.append(
             [x, out, *chosen, x.softmax(1), x.double().sort(0, descending=True)[1], complex_.imag, square @ square.t()]
         )
-    for cpus, ours in zip(*results, strict=True):
-        equal(ours, cpus)
+    for cpus, value in zip(*results, strict=True):
+        equal(value, cpus)
     assert "[ 0.5000" in str(results[1][0])
     assert torch.equal(results[1][0], results[0][0].to(GPU))
 
@@ -197,8 +197,8 @@ def test_a_graph_is_replayed_with_new_input() -> None:
         net.zero_grad(set_to_none=False)
         graph.replay()
         equal(loss.detach(), expected.detach().cpu())
-        for ours, plain in zip(net.parameters(), eager.parameters(), strict=True):
-            equal(ours.grad, plain.grad.cpu())
+        for parameter, plain in zip(net.parameters(), eager.parameters(), strict=True):
+            equal(parameter.grad, plain.grad.cpu())
     equal(net[1].running_mean, eager[1].running_mean.cpu())
 
 
@@ -374,7 +374,7 @@ def check_collectives() -> None:
     for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8):
         for length in (1, large if kind is torch.float32 else 1001):
             own = (torch.arange(length, device=GPU) % 7 + rank).to(kind)
-            everybody = [(torch.arange(length) % 7 + other).to(kind) for other in range(size)]
+            everybody = [(torch.arange(length) % 7 + peer).to(kind) for peer in range(size)]
             summed = own.clone()
             dist.all_reduce(summed)
             equal(summed, sum(everybody[1:], everybody[0]))
@@ -396,7 +396,7 @@ def check_collectives() -> None:
                 work.wait()
             equal(received, everybody[(rank - 1) % size])
     for kind in (torch.float16, torch.bfloat16):
-        rounded = [torch.linspace(0, other + 1, 101).to(kind) for other in range(size)]
+        rounded = [torch.linspace(0, peer + 1, 101).to(kind) for peer in range(size)]
         summed = rounded[rank].to(GPU)
         dist.all_reduce(summed)
         assert torch.equal(summed.cpu(), sum(values.float() for values in rounded).to(kind))
@@ -413,7 +413,7 @@ def check_collectives() -> None:
         assert summed.item() == 2
     objects: list[Any] = [None] * size
     dist.all_gather_object(objects, {"rank": rank})
-    assert objects == [{"rank": other} for other in range(size)]
+    assert objects == [{"rank": peer} for peer in range(size)]
     graph, x = torch.cuda.CUDAGraph(), torch.ones(2, device=GPU)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -58,7 +58,7 @@ class DuelWithNan(Duel):
             spoil.remove()
 
     def on_train_end(self) -> None:
-        Path("finite.json").write_text(json.dumps([bool(one.isfinite().all()) for one in self.parameters()]))
+        Path("finite.json").write_text(json.dumps([bool(parameter.isfinite().all()) for parameter in self.parameters()]))
 
 
 class StepsByItself(Regression):
@@ -88,10 +88,10 @@ def test_the_norm_of_a_gradient_that_is_scaled_is_not_shown(gpu: Cli, tmp_path: 
 SKIP = (sharded(), "--trainer.nonfinite=skip")  # what may be taken back again is copied, and no sharded network can be
 
 
-@pytest.mark.parametrize(("more", "total"), [(SKIP, 3.0), ((EXACT,), 9.0)], ids=["sharded", "exact"])
-def test_what_lies_on_the_host_is_reduced_over_gpus(gpu: Cli, more: tuple[str, ...], total: float) -> None:
+@pytest.mark.parametrize(("settings", "total"), [(SKIP, 3.0), ((EXACT,), 9.0)], ids=["sharded", "exact"])
+def test_what_lies_on_the_host_is_reduced_over_gpus(gpu: Cli, settings: tuple[str, ...], total: float) -> None:
     """The sum of a step is that of its last micro-batches, or, where sums are exact, of all."""
-    run = gpu(*OWN, *more, "--model=tests.standin.test_strangers.OnTheHost", ranks=2)
+    run = gpu(*OWN, *settings, "--model=tests.standin.test_strangers.OnTheHost", ranks=2)
     assert run.code == 0, run.output
     for name, value in (("mean", 1.5), ("most", 2.0), ("sum", total)):
         assert {number for _, number in run.events(f"{name}_step")} == {value}
@@ -114,8 +114,8 @@ def test_lightnings_own_loop_has_gradients_without_the_loss_scale(gpu: Cli, tmp_
     """A profiler has Lightning take the steps. Its own way leaves fused optimisers their scaled gradients."""
     words = (*FP16, f"--trainer.gradient_clip_val={clip}")
     norms = []
-    for name, more in (("own", ()), ("lightning", ("--trainer.profiler=simple",))):
-        run = gpu(*words, *more, f"--run={name}")
+    for name, settings in (("own", ()), ("lightning", ("--trainer.profiler=simple",))):
+        run = gpu(*words, *settings, f"--run={name}")
         assert run.code == 0, run.output
         events = EventAccumulator(str(tmp_path / "lightning_logs" / name)).Reload()
         norms.append([(event.step, event.value) for event in events.Scalars("train/grad_norm")])
@@ -127,13 +127,13 @@ def test_a_network_that_is_sharded_goes_on_in_the_same_process(gpu_pool: Any, tm
     code, output = gpu_pool.run(tmp_path, ranks=2, program="tests.standin.twice:main")
     assert code == 0, output
     for rank in range(2):
-        found = json.loads((tmp_path / f"twice-{rank}.json").read_text())
-        best, second, saved = found["sharded"]
-        assert [best, second, saved] == pytest.approx(found["ddp"], rel=1e-4)
+        results = json.loads((tmp_path / f"twice-{rank}.json").read_text())
+        best, second, saved = results["sharded"]
+        assert [best, second, saved] == pytest.approx(results["ddp"], rel=1e-4)
         assert saved == pytest.approx(second, rel=1e-4)
-        assert "UserError: strategy=sharded: EMAWeightAveraging copies the network" in found["average"]
-        assert found["fails"] == "ArithmeticError: of the module"
-        assert "UserError: strategy=sharded: cpu_offload needs gloo beside NCCL" in found["offload"]
+        assert "UserError: strategy=sharded: EMAWeightAveraging copies the network" in results["average"]
+        assert results["fails"] == "ArithmeticError: of the module"
+        assert "UserError: strategy=sharded: cpu_offload needs gloo beside NCCL" in results["offload"]
 
 
 def test_nor_does_its_memory_move_to_the_host_on_one_gpu(gpu_pool: Any, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def main() -> None:
     LAUNCHED.update(
         {name: os.environ[name] for name in ("WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")}
     )
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for strategy in ("ddp", "sharded"):
         module, first = Normed(), trainer(strategy)
         first.fit(module)
@@ -77,9 +77,9 @@ def main() -> None:
         second.fit(module)
         second.save_checkpoint(f"{strategy}.ckpt")
         values += [[second.callback_metrics], trainer(strategy).validate(Normed(), ckpt_path=f"{strategy}.ckpt", verbose=False)]
-        found[strategy] = [float(value["val_loss"]) for (value,) in values]
-    found["average"] = error(lambda: trainer("sharded", EMAWeightAveraging()).fit(module))
+        results[strategy] = [float(value["val_loss"]) for (value,) in values]
+    results["average"] = error(lambda: trainer("sharded", EMAWeightAveraging()).fit(module))
     module.fails = True
-    found["fails"] = error(lambda: trainer("sharded").validate(module, verbose=False))
-    found["offload"] = error(lambda: trainer(Sharded(cpu_offload=True)).fit(Normed()))
-    Path(f"twice-{LAUNCHED['LOCAL_RANK']}.json").write_text(json.dumps(found))
+    results["fails"] = error(lambda: trainer("sharded").validate(module, verbose=False))
+    results["offload"] = error(lambda: trainer(Sharded(cpu_offload=True)).fit(Normed()))
+    Path(f"twice-{LAUNCHED['LOCAL_RANK']}.json").write_text(json.dumps(results))

@@ -17,8 +17,8 @@ from tests.own import Regression
 
 
 def whole(tensor: Tensor) -> Tensor:
-    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return found.detach().cpu().clone()
+    gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return gathered.detach().cpu().clone()
 
 
 class Gather(Callback):
@@ -31,17 +31,21 @@ class Gather(Callback):
         self.leave(trainer, "gathered.pt")
 
     def leave(self, trainer: Trainer, file: str) -> None:
-        averages = [one for callback in trainer.callbacks for one in vars(callback).values() if isinstance(one, AveragedModel)]
+        averages = [
+            value for callback in trainer.callbacks for value in vars(callback).values() if isinstance(value, AveragedModel)
+        ]
         parameters = trainer.lightning_module.parameters()
         state = {
             "module": dict(trainer.lightning_module.state_dict()),
-            "optimizers": [one.state_dict() for one in trainer.optimizers],
-            "average": [dict(one.state_dict()) for one in averages],
-            "spread": any(isinstance(one, DTensor) and one.to_local().numel() < one.numel() for one in parameters),
+            "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+            "average": [dict(average.state_dict()) for average in averages],
+            "spread": any(
+                isinstance(parameter, DTensor) and parameter.to_local().numel() < parameter.numel() for parameter in parameters
+            ),
         }
-        found = apply_to_collection(state, Tensor, whole)
+        gathered = apply_to_collection(state, Tensor, whole)
         if trainer.is_global_zero:
-            torch.save(found, file)
+            torch.save(gathered, file)
 
 
 class CountCollectives(Callback):
@@ -54,27 +58,27 @@ class CountCollectives(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.calls, self.within = dict.fromkeys(self.NAMES, 0), False
-        self.usual = {}
+        self.functions = {}
         for kind, names in self.NAMES.items():
             for name in names:
-                if usual := getattr(torch.distributed, name, None):
-                    self.usual[name] = usual
-                    setattr(torch.distributed, name, self.counted(kind, usual, trainer))
+                if function := getattr(torch.distributed, name, None):
+                    self.functions[name] = function
+                    setattr(torch.distributed, name, self.counted(kind, function, trainer))
 
-    def counted(self, kind: str, usual: Callable[..., Any], trainer: Trainer) -> Callable[..., Any]:
+    def counted(self, kind: str, function: Callable[..., Any], trainer: Trainer) -> Callable[..., Any]:
         def count(*args: Any, **kwargs: Any) -> Any:
             self.calls[kind] += trainer.training and not self.within  # one may call the other
             self.within = True
             try:
-                return usual(*args, **kwargs)
+                return function(*args, **kwargs)
             finally:
                 self.within = False
 
         return count
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for name, usual in self.usual.items():
-            setattr(torch.distributed, name, usual)
+        for name, function in self.functions.items():
+            setattr(torch.distributed, name, function)
         if trainer.is_global_zero:
             Path("collectives.json").write_text(json.dumps({"steps": trainer.global_step, **self.calls}))
 

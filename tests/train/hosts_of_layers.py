@@ -26,19 +26,19 @@ def main() -> None:
     parallelize_layers("", network, {"1": ColwiseParallel(), "3": RowwiseParallel()}, mesh["tensor"])
     fully_shard(network, mesh=mesh["copies", "shard"])
     inputs = torch.randn(4, 7).double()
-    for one in (whole, network):
-        one(inputs).square().mean().backward()
+    for module in (whole, network):
+        module(inputs).square().mean().backward()
 
-    theirs = dict(whole.named_parameters())
+    parameters = dict(whole.named_parameters())
     for name, parameter in network.named_parameters():
-        assert torch.equal(local(shard_like(theirs[name].detach(), parameter)), local(parameter)), name
-    norms = [total_norm([one.grad for one in each.parameters()]).item() for each in (whole, network)]
+        assert torch.equal(local(shard_like(parameters[name].detach(), parameter)), local(parameter)), name
+    norms = [total_norm([parameter.grad for parameter in each.parameters()]).item() for each in (whole, network)]
     assert abs(norms[0] - norms[1]) < 1e-14, norms
 
-    slices = split({name: one.detach() for name, one in network.named_parameters()}).slices
+    slices = split({name: parameter.detach() for name, parameter in network.named_parameters()}).slices
     counts: list[Any] = [None] * 8
-    dist.all_gather_object(counts, sum(one.numel() for one in slices.values()))
-    assert sum(counts) == sum(one.numel() for one in theirs.values()), "each slice is written once"
+    dist.all_gather_object(counts, sum(part.numel() for part in slices.values()))
+    assert sum(counts) == sum(parameter.numel() for parameter in parameters.values()), "each slice is written once"
     dist.destroy_process_group()
 
 

@@ -38,10 +38,10 @@ def sharded(network: nn.Module) -> Any:
     return fully_shard(network, mesh=init_device_mesh("cpu", (3,)), ignored_params={network.plain})
 
 
-def same(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, torch.Tensor):
-        return type(ours) is type(theirs) and torch.equal(local(ours), local(theirs))
-    return bool(ours == theirs)
+def same(value: Any, expected: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return type(value) is type(expected) and torch.equal(local(value), local(expected))
+    return bool(value == expected)
 
 
 def compare(kind: type[Optimizer], settings: dict[str, Any], whole: nn.Module) -> None:
@@ -70,11 +70,11 @@ def compare(kind: type[Optimizer], settings: dict[str, Any], whole: nn.Module) -
         states = [value for state in optimizers[1].state.values() for value in state.values() if isinstance(value, DTensor)]
         same_states = same_states or states
     assert all(first is last for first, last in zip(same_states, states, strict=True)), "made anew in each step"
-    assert all(ours is theirs for ours, theirs in zip(optimizers[1].param_groups[0]["params"], kept, strict=True))
+    assert all(parameter is original for parameter, original in zip(optimizers[1].param_groups[0]["params"], kept, strict=True))
     assert all(local(each.detach()).grad is None for each in networks[1].parameters() if isinstance(each, DTensor))
-    for ours, theirs in zip(networks[1].parameters(), networks[0].parameters(), strict=True):
-        assert same(ours.detach(), theirs.detach()), (kind, settings)
-        states = optimizers[1].state.get(ours, {}), optimizers[0].state.get(theirs, {})
+    for parameter, reference in zip(networks[1].parameters(), networks[0].parameters(), strict=True):
+        assert same(parameter.detach(), reference.detach()), (kind, settings)
+        states = optimizers[1].state.get(parameter, {}), optimizers[0].state.get(reference, {})
         assert states[0].keys() == states[1].keys(), (kind, settings)
         assert all(same(states[0][name], states[1][name]) for name in states[0]), (kind, settings, states)
 

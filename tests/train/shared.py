@@ -86,19 +86,19 @@ class Agree(Callback):
         self.shared_by = shared_by
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        parts = {name: one for name, one in pl_module.named_parameters() if isinstance(one, DTensor)}
-        cut = [name for name, one in parts.items() if "tensor" in (one.device_mesh.mesh_dim_names or ())]
-        alike = {name: one.to_local().tolist() for name, one in parts.items() if name not in cut}
-        everybodys: list[Any] = [None] * trainer.world_size
-        dist.all_gather_object(everybodys, alike)
-        groups = [everybodys[at : at + self.shared_by] for at in range(0, len(everybodys), self.shared_by)]
+        parts = {name: parameter for name, parameter in pl_module.named_parameters() if isinstance(parameter, DTensor)}
+        cut = [name for name, parameter in parts.items() if "tensor" in (parameter.device_mesh.mesh_dim_names or ())]
+        alike = {name: parameter.to_local().tolist() for name, parameter in parts.items() if name not in cut}
+        gathered: list[Any] = [None] * trainer.world_size
+        dist.all_gather_object(gathered, alike)
+        groups = [gathered[at : at + self.shared_by] for at in range(0, len(gathered), self.shared_by)]
         if trainer.is_global_zero:
-            (progress,) = (one for one in trainer.callbacks if isinstance(one, Progress))
+            (progress,) = (callback for callback in trainer.callbacks if isinstance(callback, Progress))
             progress._pause()
-            found = {
+            report = {
                 "whole": sorted(alike),
                 "cut": sorted(cut),
-                "agree": all(one == group[0] for group in groups for one in group),
+                "agree": all(state == group[0] for group in groups for state in group),
                 "samples": progress._trained,
             }
-            Path("agree.json").write_text(json.dumps(found))
+            Path("agree.json").write_text(json.dumps(report))

@@ -62,8 +62,8 @@ class EachStep(Callback):
         self.steps += 1
         for name, momentum in (("first", 1 / self.steps), ("twice", 0.1), ("seldom", 0.3)):
             layer, passes = getattr(pl_module, name), pl_module.passes[name]
-            mean = torch.stack([one.mean(0) for one in passes]).mean(0)
-            var = torch.stack([one.var(0) for one in passes]).mean(0)
+            mean = torch.stack([inputs.mean(0) for inputs in passes]).mean(0)
+            var = torch.stack([inputs.var(0) for inputs in passes]).mean(0)
             wanted = self.wanted.get(name, (torch.zeros(3), torch.ones(3)))
             self.wanted[name] = tuple(old + momentum * (new - old) for old, new in zip(wanted, (mean, var), strict=True))
             torch.testing.assert_close((layer.running_mean, layer.running_var), self.wanted[name])
@@ -93,13 +93,13 @@ def images() -> dict[str, Any]:
 
 def test_a_device_has_little_work_with_the_statistics(tmp_path, monkeypatch):
     """Of 15 layers; it was 32 operators a step, 15 of them for the counts."""
-    asked: list[int] = []
+    launches: list[int] = []
 
     def counted(method: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             with Operators() as operators:
                 result = method(*args, **kwargs)
-            asked.append(operators.launches)
+            launches.append(operators.launches)
             return result
 
         return call
@@ -108,8 +108,8 @@ def test_a_device_has_little_work_with_the_statistics(tmp_path, monkeypatch):
     for name in names:
         monkeypatch.setattr(StepStatistics, name, counted(getattr(StepStatistics, name)))
     trained(tmp_path, **images(), max_steps=4)
-    assert len(asked) == 4 * len(names)
-    assert sum(asked[-len(names) :]) <= 18
+    assert len(launches) == 4 * len(names)
+    assert sum(launches[-len(names) :]) <= 18
 
 
 class Counting:
@@ -159,16 +159,20 @@ class Renorm(nn.BatchNorm1d):
 class Normed(LightningModule):
     """A block that may be computed again in the backward pass."""
 
-    def __init__(self, kind: type[nn.BatchNorm1d] = nn.BatchNorm1d, again: str = "", manual: bool = False) -> None:
+    def __init__(self, kind: type[nn.BatchNorm1d] = nn.BatchNorm1d, recompute: str = "", manual: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.block, self.head = nn.Sequential(nn.Linear(3, 5), kind(5)), nn.Linear(5, 1)
-        self.again, self.automatic_optimization = again, not manual
+        self.recompute, self.automatic_optimization = recompute, not manual
         self.example = torch.randn(48, 3)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         values = batch[0].requires_grad_()
-        values = checkpoint(self.block, values, use_reentrant=self.again == "reentrant") if self.again else self.block(values)
+        values = (
+            checkpoint(self.block, values, use_reentrant=self.recompute == "reentrant")
+            if self.recompute
+            else self.block(values)
+        )
         loss = self.head(values).square().mean()
         if not self.automatic_optimization:
             self.optimizers().zero_grad()
@@ -186,18 +190,18 @@ class Normed(LightningModule):
 @pytest.mark.parametrize(
     "how", [{}, {"exact": True, "global_batch_size": 8}, {"manual": True}], ids=["plain", "exact", "manual"]
 )
-@pytest.mark.parametrize("again", ["reentrant", "not reentrant"])
-def test_what_is_computed_again_in_the_backward_pass_moves_nothing(tmp_path, again, how):
+@pytest.mark.parametrize("recompute", ["reentrant", "not reentrant"])
+def test_what_is_computed_again_in_the_backward_pass_moves_nothing(tmp_path, recompute, how):
     manual, settings = how.get("manual", False), {key: value for key, value in how.items() if key != "manual"}
     once = trained(tmp_path, Normed(manual=manual), **settings)
     assert once["block.1.num_batches_tracked"] == (6 if "exact" in settings else 12)
-    twice = trained(tmp_path, Normed(again=again, manual=manual), **settings)
-    assert all(torch.equal(one, twice[name]) for name, one in once.items())
+    twice = trained(tmp_path, Normed(recompute=recompute, manual=manual), **settings)
+    assert all(torch.equal(value, twice[name]) for name, value in once.items())
 
 
 def test_a_layer_that_goes_by_its_statistics_in_training_is_left_alone(tmp_path):
-    ours, stock = (trained(tmp_path, Normed(Renorm), kind, max_steps=9) for kind in (Trainer, StockTrainer))
-    assert all(torch.allclose(one, stock[name]) for name, one in ours.items())
+    state, stock = (trained(tmp_path, Normed(Renorm), kind, max_steps=9) for kind in (Trainer, StockTrainer))
+    assert all(torch.allclose(value, stock[name]) for name, value in state.items())
     with pytest.raises(UserError, match=r"each micro-batch moves the buffer block\.1\.running_mean"):
         trained(tmp_path, Normed(Renorm), exact=True, global_batch_size=8)
 
@@ -205,7 +209,7 @@ def test_a_layer_that_goes_by_its_statistics_in_training_is_left_alone(tmp_path)
 def test_which_layers_compute_as_torchs():
     state = torch.get_rng_state()
     kinds = nn.BatchNorm3d(2), nn.SyncBatchNorm(2), Kept(2).to("meta"), Renorm(2)
-    assert [is_plain(one) for one in kinds] == [True, True, True, False]
+    assert [is_plain(layer) for layer in kinds] == [True, True, True, False]
     assert torch.equal(state, torch.get_rng_state())
 
 

@@ -70,10 +70,10 @@ def test_an_accumulation_that_is_set_later_is_taken(tmp_path):
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
     trainer = Trainer(max_epochs=1, default_root_dir=tmp_path, limit_val_batches=0, **quiet)
     data = DataLoader(RandomDataset(32, 64), batch_size=4)
-    for many, steps in ((4, 4), (2, 12)):
-        trainer.accumulate_grad_batches = many
+    for micro_batches, steps in ((4, 4), (2, 12)):
+        trainer.accumulate_grad_batches = micro_batches
         trainer.fit(BoringModel(), data)
-        assert (trainer.global_step, trainer.accumulate_grad_batches) == (steps, many)
+        assert (trainer.global_step, trainer.accumulate_grad_batches) == (steps, micro_batches)
         trainer.fit_loop.max_epochs += 1
         trainer.validate(BoringModel(), data, verbose=False)
     trainer.accumulate_grad_batches = 0

@@ -26,8 +26,8 @@ GRAPHS = "--trainer.capture=auto"
 COUNTS = '{"class_path": "tests.probes.Graphs"}'
 
 
-def with_callbacks(*more: str) -> str:
-    return f"--trainer.callbacks=[{', '.join(more)}]"
+def with_callbacks(*entries: str) -> str:
+    return f"--trainer.callbacks=[{', '.join(entries)}]"
 
 
 def curves(folder: Path) -> list[Any]:
@@ -48,10 +48,10 @@ SETTINGS = [
 @pytest.mark.parametrize(("ranks", "kinds", "settings"), SETTINGS)
 def test_a_run_is_the_same_to_the_last_bit(gpu: Cli, tmp_path, ranks, kinds, settings):
     """Log points and checksums included: none of them is taken eagerly."""
-    more = ["--trainer.max_epochs=6"] if ranks > 1 else []
-    eager = gpu(*FIT, *settings, *more, "--run=eager", ranks=ranks)
+    arguments = ["--trainer.max_epochs=6"] if ranks > 1 else []
+    eager = gpu(*FIT, *settings, *arguments, "--run=eager", ranks=ranks)
     assert eager.code == 0, eager.output
-    graphs = gpu(*FIT, *settings, *more, GRAPHS, with_callbacks(COUNTS), "--run=graphs", ranks=ranks)
+    graphs = gpu(*FIT, *settings, *arguments, GRAPHS, with_callbacks(COUNTS), "--run=graphs", ranks=ranks)
     assert graphs.code == 0, graphs.output
     for rank in range(ranks):
         assert f"rank {rank} has graphs: {kinds}" in graphs.output, graphs.output
@@ -79,7 +79,7 @@ def test_killed_and_resumed_it_is_the_same_run(gpu: Cli, tmp_path):
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_found_two_steps_later_and_named(gpu: Cli):
     words = (
-        *(word for word in FIT if not word.startswith("--data.source")),
+        *(argument for argument in FIT if not argument.startswith("--data.source")),
         *("--data.source=project.data.Datasets", "--data.source.init_args.train=tests.survive.poison.Poisoned"),
         *("--data.source.init_args.train.init_args.at=100", "--data.source.init_args.num_classes=10"),
         *("--trainer.limit_val_batches=0", "--data.global_batch_size=8"),
@@ -130,10 +130,10 @@ CHANGES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "ranks", "more"), CHANGES)
-def test_what_changes_between_epochs_is_in_the_graphs_of_the_next(gpu: Cli, tmp_path, name, ranks, more):
+@pytest.mark.parametrize(("name", "ranks", "settings"), CHANGES)
+def test_what_changes_between_epochs_is_in_the_graphs_of_the_next(gpu: Cli, tmp_path, name, ranks, settings):
     change = f'{{"class_path": "tests.train.test_capture.{name}"}}'
-    words = (*FIT, "--data.global_batch_size=8", "--trainer.precision=32-true", "--trainer.max_epochs=3", *more)
+    words = (*FIT, "--data.global_batch_size=8", "--trainer.precision=32-true", "--trainer.max_epochs=3", *settings)
     eager = gpu(*words, with_callbacks(change), "--run=eager", ranks=ranks)
     assert eager.code == 0, eager.output
     graphs = gpu(*words, GRAPHS, with_callbacks(change, COUNTS), "--run=graphs", ranks=ranks)

@@ -31,7 +31,7 @@ def learned(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     def run(folder: str, *words: str, ranks: int = 1) -> dict[str, Any]:
         (tmp_path / folder).mkdir()
         run = forked(tmp_path / folder, *words, ranks=ranks)
-        if any("Fault" in word for word in words):
+        if any("Fault" in argument for argument in words):
             assert run.code not in (0, 1), run.output
             run = forked(tmp_path / folder, *words, ranks=ranks)
         assert run.code == 0, run.output

@@ -22,9 +22,9 @@ def test_compressed_gradients_make_nearly_the_same_run(tmp_path):
     assert rounded != exact
 
 
-@pytest.mark.parametrize("asked", ["16-mixed", "auto"])
-def test_on_a_cpu_fp16_is_bf16_as_nothing_scales_the_loss(tmp_path, asked):
-    run = forked(tmp_path, *FIT, f"--trainer.precision={asked}", "--trainer.gradient_compression=fp16", ranks=2)
+@pytest.mark.parametrize("precision", ["16-mixed", "auto"])
+def test_on_a_cpu_fp16_is_bf16_as_nothing_scales_the_loss(tmp_path, precision):
+    run = forked(tmp_path, *FIT, f"--trainer.precision={precision}", "--trainer.gradient_compression=fp16", ranks=2)
     assert run.code == 0, run.output
     assert "trainer.gradient_compression=bf16 instead of fp16: in " in run.output
 

@@ -43,5 +43,5 @@ def test_an_example_ends_the_same_on_two_ranks(tmp_path, words):
     for name, value in alone.items():
         torch.testing.assert_close(together[name], value, msg=lambda text, name=name: f"{name}: {text}")
     manifests = [max((tmp_path / f"{ranks}/lightning_logs/it/checkpoints").glob("*.json")) for ranks in (1, 2)]
-    one, two = (json.loads(file.read_text())["position"] for file in manifests)
-    assert one == two
+    positions = [json.loads(file.read_text())["position"] for file in manifests]
+    assert positions[0] == positions[1]

@@ -22,13 +22,13 @@ PLATEAU = (
 
 def callbacks(*chosen: dict | str) -> str:
     """A command-line word that plugs in these, and stops by SIGTERM."""
-    given = [{"class_path": one} if isinstance(one, str) else one for one in chosen]
+    given = [{"class_path": entry} if isinstance(entry, str) else entry for entry in chosen]
     return "--trainer.callbacks=" + json.dumps(given)
 
 
 def stop(*steps: int, where: str = "step") -> list[dict]:
     made = [{"step": step, "where": where, "number": int(signal.SIGTERM)} for step in steps]
-    return [{"class_path": "tests.probes.Fault", "init_args": one} for one in made]
+    return [{"class_path": "tests.probes.Fault", "init_args": arguments} for arguments in made]
 
 
 def lightnings(name: str, **settings: object) -> dict:
@@ -80,10 +80,10 @@ def test_stopped_again_and_again(quick, tmp_path, case, ranks, request):
     resumed = quick(*words, callbacks(*given, *places), ranks=ranks)
     assert resumed.code == 0, resumed.output
     assert_same_run(tmp_path, whole)
-    ours, theirs = final(tmp_path)["callbacks"], final(whole)["callbacks"]
-    assert all(same(ours[name], state) for name, state in theirs.items())
-    for word in ("already exist", "Traceback"):
-        assert word not in resumed.output
+    states, expected = final(tmp_path)["callbacks"], final(whole)["callbacks"]
+    assert all(same(states[name], state) for name, state in expected.items())
+    for text in ("already exist", "Traceback"):
+        assert text not in resumed.output
 
 
 @pytest.mark.parametrize("exact", ["false", pytest.param("true", marks=pytest.mark.faults)])
@@ -106,7 +106,7 @@ def test_weights_that_a_module_leaves_out_of_its_state_are_not_missed():
             self.strict_loading, self.head, self.frozen = False, torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
 
         def state_dict(self, *args, **kwargs):
-            return {name: one for name, one in super().state_dict(*args, **kwargs).items() if "frozen" not in name}
+            return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "frozen" not in name}
 
     module = Partly()
     before = module.head.weight.clone()

@@ -14,13 +14,13 @@ def added(terms, *, largest=1.0, ranks=1):
     sums = [ExactSum([1, length - 1], [largest, largest], len(terms)) for _ in range(ranks)]
     for number, term in enumerate(terms):
         sums[number % ranks].add(term)
-    sent, levels = [], max(one.count for one in sums)
-    for number, one in enumerate(sums):
-        sent += one.terms
+    sent, levels = [], max(rank_sum.count for rank_sum in sums)
+    for number, rank_sum in enumerate(sums):
+        sent += rank_sum.terms
         if number % 2:
-            one.fold(one.terms, whole := torch.empty(length, dtype=torch.float64))
-            sent[-len(one.terms) :] = [whole]
-    above = [torch.stack(of_ranks).sum(0) for of_ranks in zip(*(one.coarser(levels) for one in sums), strict=True)]
+            rank_sum.fold(rank_sum.terms, whole := torch.empty(length, dtype=torch.float64))
+            sent[-len(rank_sum.terms) :] = [whole]
+    above = [torch.stack(of_ranks).sum(0) for of_ranks in zip(*(rank_sum.coarser(levels) for rank_sum in sums), strict=True)]
     total = torch.empty(length, dtype=torch.float64)
     sums[0].fold(sent, total, coarser=sum_from_coarsest(above[::-1]) if above else None)
     return total
@@ -45,14 +45,14 @@ def test_any_order_on_any_number_of_ranks(spread, largest):
 
 def test_it_is_closer_than_fp32s_own_additions():
     terms = wide(2, 64, 6)
-    exact = torch.stack([one.double() for one in terms]).sum(0)
+    exact = torch.stack([term.double() for term in terms]).sum(0)
     plain = torch.zeros(500)
     for term in terms:
         plain += term
-    ours = added(terms, largest=max(float(one.abs().max()) for one in terms)).float()
+    total = added(terms, largest=max(float(term.abs().max()) for term in terms)).float()
     scale = exact.abs() + exact.abs().median()
-    assert ((ours.double() - exact).abs() / scale).median() <= ((plain.double() - exact).abs() / scale).median()
-    assert (ours.double() - exact).norm() < (plain.double() - exact).norm()
+    assert ((total.double() - exact).abs() / scale).median() <= ((plain.double() - exact).abs() / scale).median()
+    assert (total.double() - exact).norm() < (plain.double() - exact).norm()
 
 
 def test_a_term_that_no_step_before_it_has_let_expect_is_not_cut():
@@ -76,16 +76,16 @@ def test_terms_that_lie_between_two_multiples_of_the_grid_are_rounded_by_themsel
 @pytest.mark.parametrize("spread", [0, 4, 9])
 def test_few_numbers_of_any_size(spread):
     terms, count = wide(3, 24, spread), 24
-    scale = torch.stack([one.double() for one in terms]).abs().sum(0)
+    scale = torch.stack([term.double() for term in terms]).abs().sum(0)
     totals = []
     for ranks in (1, 3, 8):
         random.Random(ranks).shuffle(terms)
         sums = [WideSum(500, count) for _ in range(ranks)]
         for number, term in enumerate(terms):
             sums[number % ranks].add(term)
-        totals.append(sum_from_coarsest(torch.stack([one.folds for one in sums]).sum(0)))
-    assert all(torch.equal(one, totals[0]) for one in totals)
-    assert ((totals[0] - torch.stack([one.double() for one in terms]).sum(0)).abs() <= 2.0**-48 * scale).all()
+        totals.append(sum_from_coarsest(torch.stack([rank_sum.folds for rank_sum in sums]).sum(0)))
+    assert all(torch.equal(total, totals[0]) for total in totals)
+    assert ((totals[0] - torch.stack([term.double() for term in terms]).sum(0)).abs() <= 2.0**-48 * scale).all()
     too_large = WideSum(1, 2)
     too_large.add(torch.tensor([2.0**41]))
     assert sum_from_coarsest(too_large.folds).isnan()

@@ -25,41 +25,43 @@ class Mixed(nn.Module):
 
     def forward(self, number):
         torch.manual_seed(number)
-        found = self.small(self.large(torch.randn(8, 90)).tanh())
+        output = self.small(self.large(torch.randn(8, 90)).tanh())
         images = torch.randn(2, 10, 6, 6).to(memory_format=torch.channels_last)
-        found = found + self.image(images).mean()
+        output = output + self.image(images).mean()
         if number % 4 == 1:
-            found = self.at_times(found)
+            output = self.at_times(output)
         # What no step before it has let expect: a term that is too large for the grid.
         scale = 2.0**40 if number % 7 == 3 else 1.0
-        return (found.double() @ self.wide).sum() * scale + (found.bfloat16() @ self.bf16).float().square().mean()
+        return (output.double() @ self.wide).sum() * scale + (output.bfloat16() @ self.bf16).float().square().mean()
 
 
 def gradients(micro_batches, rank=0, ranks=1):
     """Of each step: the share of this rank goes through the network here."""
-    module, found = Mixed(), []
+    module, results = Mixed(), []
     sums = ExactGradients(module, micro_batches, ranks)
     for step in range(STEPS):
-        mine = range(rank, micro_batches, ranks)
-        for number in mine:
-            sums.begin(last=number == mine[-1])
+        numbers = range(rank, micro_batches, ranks)
+        for number in numbers:
+            sums.begin(last=number == numbers[-1])
             module(step * micro_batches + number).backward()
             sums.end()
         sums.finish()
-        found.append({name: one.grad.clone() for name, one in module.named_parameters() if one.grad is not None})
+        results.append(
+            {name: parameter.grad.clone() for name, parameter in module.named_parameters() if parameter.grad is not None}
+        )
     sums.close()
-    return found
+    return results
 
 
 def on_a_rank(rank, place):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{place}/meeting", rank=rank, world_size=RANKS)
-    found = {}
+    results = {}
     for swaps in (True, False):
         exact_gradients._ADD_ON_HOST = {"cpu"} if swaps else set()
         for each in (1, 2, 4):
-            found[swaps, each] = gradients(RANKS * each, rank, RANKS)
-    torch.save(found, f"{place}/{rank}.pt")
+            results[swaps, each] = gradients(RANKS * each, rank, RANKS)
+    torch.save(results, f"{place}/{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -77,24 +79,24 @@ def test_three_ranks_have_the_bits_of_one(of_ranks, swaps, each):
     expected = gradients(RANKS * each)
     assert {"wide", "bf16", "image.weight"} <= set(expected[0])
     assert "never.weight" not in expected[0]
-    for found in of_ranks:
-        for ours, theirs in zip(expected, found[swaps, each], strict=True):
-            assert ours.keys() == theirs.keys()
-            assert all(torch.equal(ours[name], theirs[name]) for name in ours), [
-                name for name in ours if not torch.equal(ours[name], theirs[name])
+    for results in of_ranks:
+        for reference, values in zip(expected, results[swaps, each], strict=True):
+            assert reference.keys() == values.keys()
+            assert all(torch.equal(reference[name], values[name]) for name in reference), [
+                name for name in reference if not torch.equal(reference[name], values[name])
             ]
-            assert all(ours[name].stride() == theirs[name].stride() for name in ours)
+            assert all(reference[name].stride() == values[name].stride() for name in reference)
 
 
 def test_it_is_the_mean_of_the_micro_batches():
     module, count = Mixed(), 6
-    expected = {name: torch.zeros_like(one, dtype=torch.float64) for name, one in module.named_parameters()}
+    expected = {name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in module.named_parameters()}
     for number in range(count):
         module.zero_grad()
         module(number).backward()
-        for name, one in module.named_parameters():
-            if one.grad is not None:
-                expected[name] += one.grad.double() / count
-    found = gradients(count)[0]
-    for name, one in found.items():
-        torch.testing.assert_close(one, expected[name].to(one.dtype), msg=name)
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None:
+                expected[name] += parameter.grad.double() / count
+    result = gradients(count)[0]
+    for name, value in result.items():
+        torch.testing.assert_close(value, expected[name].to(value.dtype), msg=name)

@@ -71,13 +71,13 @@ def trained(tmp_path_factory):
     return once
 
 
-def assert_same_bits(folder, other):
-    files = [max((one / "lightning_logs/it/checkpoints").glob("*.ckpt")) for one in (folder, other)]
-    ours, theirs = (torch.load(one, weights_only=True) for one in files)
+def assert_same_bits(folder, reference):
+    files = [max((run / "lightning_logs/it/checkpoints").glob("*.ckpt")) for run in (folder, reference)]
+    checkpoint, expected = (torch.load(file, weights_only=True) for file in files)
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "current_model_state", "exact_grids"):
-        assert same(ours.get(part), theirs.get(part)), part
-    assert ours["exact_grids"]
-    assert curves(folder) == curves(other)
+        assert same(checkpoint.get(part), expected.get(part)), part
+    assert checkpoint["exact_grids"]
+    assert curves(folder) == curves(reference)
     return files
 
 
@@ -96,12 +96,12 @@ def test_any_number_of_ranks(trained, name, ranks):
     folder.mkdir()
     done = forked(folder, *RUNS[name], plugged(), ranks=ranks)
     assert done.code == 0, done.output
-    one, other = assert_same_bits(folder, whole)
-    assert one.read_bytes() == other.read_bytes()
+    file, reference = assert_same_bits(folder, whole)
+    assert file.read_bytes() == reference.read_bytes()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["minires", *(pytest.param(one, marks=pytest.mark.faults) for one in ("gpt", "talkative"))])
+@pytest.mark.parametrize("name", ["minires", *(pytest.param(name, marks=pytest.mark.faults) for name in ("gpt", "talkative"))])
 def test_killed_on_two_gone_on_with_on_three_on_one_on_six_on_four(trained, name):
     whole = trained(name)
     folder = whole.parent / f"{name}-killed"

@@ -205,7 +205,7 @@ def test_what_a_module_compiles_by_itself(fit, caplog):
 def test_optimisers_that_take_one_gradient_for_a_step_are_taken(fit, kind):
     class Learns(Regression):
         def configure_optimizers(self) -> Any:
-            return kind([one for one in self.parameters() if one.ndim == 2])
+            return kind([parameter for parameter in self.parameters() if parameter.ndim == 2])
 
     fit(Learns())
 

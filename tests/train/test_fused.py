@@ -95,13 +95,13 @@ def test_a_step_is_that_of_a_plain_loop(tmp_path, name, fused, precision, clip):
         assert torch.allclose(value, expected[key], rtol=1e-6, atol=1e-7), key
 
 
-def trained(folder: Any, fused: bool | None, steps: int, **more: Any) -> Trainer:
+def trained(folder: Any, fused: bool | None, steps: int, **arguments: Any) -> Trainer:
     module = Small(lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=fused))
     trainer = Trainer(
         max_steps=steps, default_root_dir=folder, accelerator="cpu", devices=1, enable_progress_bar=False, logger=False,
         global_batch_size=4,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(samples(), 4), **more)
+    trainer.fit(module, DataLoader(samples(), 4), **arguments)
     return trainer
 
 
@@ -124,8 +124,8 @@ def test_a_first_step_that_is_skipped_leaves_no_garbage_in_the_momentum():
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=True)
     give_zero_momentum(optimizer)
     del [torch.full((1000,), 7.0) for _ in range(100)][:]
-    for gradient, found in ((torch.inf, 1.0), (0.0, 0.0)):
-        weight.grad, optimizer.found_inf = torch.full_like(weight, gradient), torch.tensor(found)  # type: ignore[attr-defined]
+    for gradient, overflow in ((torch.inf, 1.0), (0.0, 0.0)):
+        weight.grad, optimizer.found_inf = torch.full_like(weight, gradient), torch.tensor(overflow)  # type: ignore[attr-defined]
         optimizer.step()
     assert not weight.any()
     weight.grad = torch.ones(1000)
@@ -143,26 +143,26 @@ def test_an_sgd_whose_momentum_can_not_begin_with_zeros_is_refused():
 def test_an_optimiser_is_fused_where_nobody_has_said_otherwise(name):
     def parameters() -> list[Any]:
         weights = [nn.Parameter(torch.full((3,), float(number))) for number in (1, 2)]
-        for one in weights:
-            one.grad = torch.ones(3)
+        for weight in weights:
+            weight.grad = torch.ones(3)
         return weights
 
-    ours, plain = parameters(), parameters()
+    weights, plain = parameters(), parameters()
     grouped: list[Any] = [
-        [{"params": some[:1], "weight_decay": 0.5, "lr": 0.3}, {"params": some[1:]}] for some in (ours, plain)
+        [{"params": some[:1], "weight_decay": 0.5, "lr": 0.3}, {"params": some[1:]}] for some in (weights, plain)
     ]
     made = fused(OPTIMIZERS[name](grouped[0]), devices=("cpu",))
-    usual = OPTIMIZERS[name](grouped[1])
+    reference = OPTIMIZERS[name](grouped[1])
     assert made.defaults["fused"]
-    assert made.defaults["lr"] == usual.defaults["lr"]
-    for group, other in zip(made.param_groups, usual.param_groups, strict=True):
-        assert {**group, "params": 0} == {**other, "params": 0, "fused": True}
+    assert made.defaults["lr"] == reference.defaults["lr"]
+    for group, expected in zip(made.param_groups, reference.param_groups, strict=True):
+        assert {**group, "params": 0} == {**expected, "params": 0, "fused": True}
     for _ in range(3):
         made.step()
-        usual.step()
-    assert all(torch.allclose(mine, theirs) for mine, theirs in zip(ours, plain, strict=True))
-    for said in ({"fused": False}, {"foreach": True}):
-        given = OPTIMIZERS[name](parameters(), **said)
+        reference.step()
+    assert all(torch.allclose(weight, expected) for weight, expected in zip(weights, plain, strict=True))
+    for setting in ({"fused": False}, {"foreach": True}):
+        given = OPTIMIZERS[name](parameters(), **setting)
         assert fused(given, devices=("cpu",)) is given
     given = OPTIMIZERS[name](parameters())
     assert fused(given) is given  # on a CPU

@@ -15,7 +15,7 @@ GOLDEN = Path(__file__).with_name("golden.json")
 STEPS = 8
 # Augmentation, accumulation, a shorter last step, a second epoch and batch norm: all that has a say in a loss.
 FIT = (
-    *("fit", "--config=configs/ddp.yaml", *(word for word in TINY if "precision" not in word)),
+    *("fit", "--config=configs/ddp.yaml", *(argument for argument in TINY if "precision" not in argument)),
     *("--trainer.precision=64-true", "--trainer.accelerator=cpu", f"--trainer.max_steps={STEPS}"),
     *("--data.source.init_args.train_size=61", "--data.batch_size=8", "--data.global_batch_size=16"),
     *("--trainer.limit_val_batches=0", "--trainer.callbacks=tests.train.test_golden.Losses"),

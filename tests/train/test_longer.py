@@ -39,11 +39,11 @@ def test_the_schedule_of_a_longer_run(quick, tmp_path, schedule):
     whole = tmp_path / "whole"
     whole.mkdir()
     assert forked(whole, *FIT, *words(2), faults()).code == 0
-    ours, theirs = dict(curves(tmp_path)["train/lr"]), dict(curves(whole)["train/lr"])
-    assert ours.keys() == theirs.keys()
+    rates, expected = dict(curves(tmp_path)["train/lr"]), dict(curves(whole)["train/lr"])
+    assert rates.keys() == expected.keys()
     added = range(EPOCH + 1, 2 * EPOCH)  # a step is logged with the rate of the next
-    assert [ours[step] for step in added] == pytest.approx([theirs[step] for step in added], rel=1e-6)
-    assert all(ours[step] > 0 for step in added)
+    assert [rates[step] for step in added] == pytest.approx([expected[step] for step in added], rel=1e-6)
+    assert all(rates[step] > 0 for step in added)
 
 
 def test_a_schedule_that_is_too_short_is_refused(quick):
@@ -70,8 +70,8 @@ def test_out_of_time(quick, tmp_path):
     assert "Stopped by trainer.max_time after step 7 of 24" in stopped.output
     saved = json.loads((tmp_path / "lightning_logs/it/checkpoints/step-000000007.json").read_text())
     assert saved["finished"] is False
-    again = fit(quick, *words)
-    assert "Stopped by trainer.max_time after step 7 of 24" in again.output, "the time is that of all starts together"
+    restarted = fit(quick, *words)
+    assert "Stopped by trainer.max_time after step 7 of 24" in restarted.output, "the time is that of all starts together"
     resumed = fit(quick, up, "--trainer.max_time=20000:00:00:00")
     assert resumed.code == 0, resumed.output
     whole = tmp_path / "whole"

@@ -108,14 +108,14 @@ class Recorder(Callback):
         if "batch" not in name and "backward" not in name and "zero_grad" not in name and "step" not in name:
             return
         where = trainer.global_step, trainer.fit_loop.epoch_loop.batch_progress.current.__dict__.copy()
-        self.notes.append((name, where, module._current_fx_name, [_plain(one) for one in args]))
+        self.notes.append((name, where, module._current_fx_name, [_plain(argument) for argument in args]))
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: _plain(entry) for name, entry in value.items()}
     return value if isinstance(value, int | float | str | tuple) else type(value).__name__
 
 
@@ -157,7 +157,7 @@ def scaler() -> Any:
 )
 def test_it_is_lightnings_loop(tmp_path, module, settings):
     """All hooks, in their order, with the same values; the same weights; the same state of all loops and of the optimiser."""
-    found = []
+    results = []
     for name, profiler in (("ours", None), ("lightnings", "simple")):  # with a profiler it is left to Lightning
         torch.manual_seed(0)
         recorder, model = Recorder(), module(Trivial())
@@ -170,16 +170,16 @@ def test_it_is_lightnings_loop(tmp_path, module, settings):
         trainer.fit(model, datamodule=data)
         assert trainer.fit_loop.epoch_loop._on_fast_path == (profiler is None)
         state = trainer._checkpoint_connector.dump_checkpoint()
-        found.append((recorder.notes, _plain(state["loops"]), state["state_dict"], state["optimizer_states"], model))
-    ours, theirs = found
-    assert len(ours[0]) > 200
-    assert ours[0] == theirs[0]
-    assert ours[1] == theirs[1]
-    torch.testing.assert_close(ours[2], theirs[2], rtol=0, atol=0)
-    torch.testing.assert_close(ours[3], theirs[3], rtol=0, atol=0)
+        results.append((recorder.notes, _plain(state["loops"]), state["state_dict"], state["optimizer_states"], model))
+    result, expected = results
+    assert len(result[0]) > 200
+    assert result[0] == expected[0]
+    assert result[1] == expected[1]
+    torch.testing.assert_close(result[2], expected[2], rtol=0, atol=0)
+    torch.testing.assert_close(result[3], expected[3], rtol=0, atol=0)
     if isinstance(module, partial):
-        assert ours[4].cleared == theirs[4].cleared > 10
-        assert ours[4].trainer.callback_metrics["mine"] == theirs[4].trainer.callback_metrics["mine"]
+        assert result[4].cleared == expected[4].cleared > 10
+        assert result[4].trainer.callback_metrics["mine"] == expected[4].trainer.callback_metrics["mine"]
 
 
 def test_one_process_has_nobody_to_share_gradients_with(tmp_path):
@@ -205,8 +205,8 @@ def test_a_way_to_drop_gradients_that_is_put_on_an_optimiser_is_taken(tmp_path):
 
     class PutOn(Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            usual = trainer.optimizers[0].zero_grad
-            trainer.optimizers[0].zero_grad = lambda: (dropped.append(1), usual())
+            zero_grad = trainer.optimizers[0].zero_grad
+            trainer.optimizers[0].zero_grad = lambda: (dropped.append(1), zero_grad())
 
     fit(tmp_path, PutOn())
     assert len(dropped) == LAST + 10
@@ -285,7 +285,7 @@ def test_a_step_without_a_loss_is_refused_and_one_of_nothing_left_out(tmp_path):
     module = Nothing(Trivial())
     before = [parameter.detach().clone() for parameter in module.parameters()]
     fit(tmp_path, module=lambda network: module)
-    assert all(torch.equal(one, other) for one, other in zip(before, module.parameters(), strict=True))
+    assert all(torch.equal(value, parameter) for value, parameter in zip(before, module.parameters(), strict=True))
 
 
 def test_a_loop_of_ones_own_is_left_alone(tmp_path):

@@ -32,7 +32,7 @@ class Everything(nn.Module):
         self.scaled = nn.Parameter(torch.randn(16, 16) * 0.02)
         self.frozen = nn.Parameter(torch.empty(4, 4).uniform_(-1, 1), requires_grad=False)
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-        self.q, self.k = (nn.Parameter(one) for one in torch.empty(2, 5, 5).normal_().unbind())
+        self.q, self.k = (nn.Parameter(values) for values in torch.empty(2, 5, 5).normal_().unbind())
         self.register_buffer("mask", torch.tril(torch.ones(12, 12)).view(1, 1, 12, 12))
         self.register_buffer("inv_freq", 1.0 / (10000 ** (torch.arange(0, 16, 2).float() / 16)), persistent=False)
         self.register_buffer("angles", torch.outer(torch.arange(9.0), self.inv_freq))
@@ -83,7 +83,9 @@ class Twins(nn.Module):
         self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(3))
         self.layers[1].to(memory_format=torch.channels_last)
         self.layers[2].double()
-        state = {name: torch.rand_like(one) if one.is_floating_point() else one for name, one in layer.state_dict().items()}
+        state = {
+            name: torch.rand_like(value) if value.is_floating_point() else value for name, value in layer.state_dict().items()
+        }
         self.layers[0].load_state_dict(state)
 
 
@@ -118,14 +120,14 @@ def test_a_network_without_values_is_like_another_and_draws_the_same(name, monke
     torch.manual_seed(7)
     network = build_once(NETS[name], lambda network: network, rank=1)
     refuse_other_network(network, signature(expected))
-    whole = not any(one.is_meta for one in network.parameters())
+    whole = not any(parameter.is_meta for parameter in network.parameters())
     assert whole == (name in READS_PARAMETERS)
     if whole:
         assert same(expected.state_dict(), network.state_dict())
-    assert whole or all(one.is_meta for one in network.parameters())
-    objects = [id(one) for one in network.parameters()]
+    assert whole or all(parameter.is_meta for parameter in network.parameters())
+    objects = [id(parameter) for parameter in network.parameters()]
     give_memory(network, torch.device("cpu"))
-    assert objects == [id(one) for one in network.parameters()]
+    assert objects == [id(parameter) for parameter in network.parameters()]
     refuse_other_network(network, signature(expected))
 
 

@@ -62,13 +62,13 @@ def seen(folder):
 
 
 def assert_same_up_to_rounding(folder, whole, *tags):
-    ours, theirs = newest(folder)["state_dict"], newest(whole)["state_dict"]
-    assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-12) for name in theirs)
-    ours, theirs = curves(folder), curves(whole)
-    assert ours.keys() == theirs.keys()
+    weights, expected = newest(folder)["state_dict"], newest(whole)["state_dict"]
+    assert all(torch.allclose(weights[name], expected[name], rtol=0, atol=1e-12) for name in expected)
+    logged, reference = curves(folder), curves(whole)
+    assert logged.keys() == reference.keys()
     for tag in tags:
-        assert [step for step, _ in ours[tag]] == [step for step, _ in theirs[tag]], tag
-        assert [value for _, value in ours[tag]] == pytest.approx([value for _, value in theirs[tag]], rel=1e-5), tag
+        assert [step for step, _ in logged[tag]] == [step for step, _ in reference[tag]], tag
+        assert [value for _, value in logged[tag]] == pytest.approx([value for _, value in reference[tag]], rel=1e-5), tag
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_the_number_of_ranks_does_not_matter(folders, words, sizes, tags):
 
 def test_ranks_that_gather_micro_batches_of_different_sizes_end_with_a_message(folders):
     """Gloo aborts the process."""
-    words = [word for word in MODULES["automatic"] if "--model=" not in word]
+    words = [argument for argument in MODULES["automatic"] if "--model=" not in argument]
     run = forked(folders("it"), *words, "--model=tests.own.Contrasts", ranks=3)
     assert run.code == 1, run.output
     assert "self.all_gather in step 2: the ranks have micro-batches of 2 and 3 samples" in run.output
@@ -144,9 +144,9 @@ def test_a_run_that_was_killed_goes_on(folders, module, step, ranks):
     assert resumed.code == 0, resumed.output
     assert re.search(r"Resumes from .*: epoch \d, step [1-9] of it", resumed.output), resumed.output
     assert curves(killed) == curves(whole)  # first, as it names the step
-    ours, theirs = newest(killed), newest(whole)
+    checkpoint, expected = newest(killed), newest(whole)
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "position"):
-        assert same(ours[part], theirs[part]), part
+        assert same(checkpoint[part], expected[part]), part
 
 
 @pytest.mark.parametrize(("module", "tags"), [("gpt", ["train/loss", "val/loss"]), ("automatic", ["loss_step", "loss_epoch"])])
@@ -183,7 +183,7 @@ def test_a_gpt_that_hangs_is_ended(folders):
 
 
 def test_the_doctor_examines_what_has_no_images(folders):
-    done = forked(folders("it"), "doctor", *(word for word in MODULES["gpt"][1:] if "run" not in word))
+    done = forked(folders("it"), "doctor", *(argument for argument in MODULES["gpt"][1:] if "run" not in argument))
     assert done.code == 0, done.output
     report = json.loads(next(done.folder.glob("lightning_logs/*.json")).read_text())
     assert {finding["verdict"] for finding in report["findings"]} <= {"good", "warning", "skipped"}, report

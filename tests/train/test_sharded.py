@@ -54,8 +54,8 @@ def sharded(**settings) -> str:
     return "--trainer.strategy=" + json.dumps({"class_path": "project.Sharded", "init_args": settings})
 
 
-def callbacks(*more) -> str:
-    return "--trainer.callbacks=" + json.dumps([GATHER, *more])
+def callbacks(*entries) -> str:
+    return "--trainer.callbacks=" + json.dumps([GATHER, *entries])
 
 
 def training(place, runs):
@@ -91,23 +91,25 @@ def weights(folder):
     return torch.load(folder / "gathered.pt", weights_only=True)
 
 
-def far(one, other):
+def far(value, reference):
     """The largest difference."""
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        return max([0.0, *(far(one[key], other[key]) for key in one)])
-    if isinstance(one, (list, tuple)):
-        return max([0.0, *(far(*pair) for pair in zip(one, other, strict=True))])
-    return (one.double() - other.double()).abs().max().item() if isinstance(one, torch.Tensor) and one.numel() else 0.0
+    if isinstance(value, dict):
+        assert value.keys() == reference.keys()
+        return max([0.0, *(far(value[key], reference[key]) for key in value)])
+    if isinstance(value, (list, tuple)):
+        return max([0.0, *(far(*pair) for pair in zip(value, reference, strict=True))])
+    return (
+        (value.double() - reference.double()).abs().max().item() if isinstance(value, torch.Tensor) and value.numel() else 0.0
+    )
 
 
 def losses(folder):
     return [value for tag, points in curves(folder).items() if "loss" in tag for _, value in points]
 
 
-def furthest(one, other):
+def furthest(state, reference):
     """The largest difference of two states, relative to 1."""
-    pairs = [(value, other[name]) for name, value in one.items() if isinstance(value, torch.Tensor)]
+    pairs = [(value, reference[name]) for name, value in state.items() if isinstance(value, torch.Tensor)]
     return max((before.double() - after.double()).abs().max().item() for before, after in pairs)
 
 
@@ -124,14 +126,14 @@ def furthest(one, other):
     ],
 )
 def test_exact_runs_have_the_bits_of_one_rank(train, name, ranks, settings):
-    one = train(name, EXACT, plugged=(EMA,))
-    other = train(name, EXACT, sharded(**settings), ranks=ranks, plugged=(EMA,))
-    ours, theirs = weights(one), weights(other)
-    assert theirs.pop("spread") == (ranks > 1)
-    assert not ours.pop("spread")
-    assert same(ours, theirs)
-    assert ours["average"]
-    assert curves(one) == curves(other)
+    alone = train(name, EXACT, plugged=(EMA,))
+    folder = train(name, EXACT, sharded(**settings), ranks=ranks, plugged=(EMA,))
+    expected, state = weights(alone), weights(folder)
+    assert state.pop("spread") == (ranks > 1)
+    assert not expected.pop("spread")
+    assert same(expected, state)
+    assert expected["average"]
+    assert curves(alone) == curves(folder)
 
 
 @pytest.mark.parametrize(
@@ -145,27 +147,25 @@ def test_exact_runs_have_the_bits_of_one_rank(train, name, ranks, settings):
 )
 def test_in_float64_they_are_the_run_of_one_rank(train, name, ranks, settings):
     words = ("--trainer.precision=64-true",)
-    one, other = train(name, *words), train(name, *words, sharded(**settings), ranks=ranks)
-    ours, theirs = weights(one), weights(other)
-    assert far(ours["module"], theirs["module"]) < 1e-12
-    losses = [
-        [value for tag, points in curves(folder).items() if "loss" in tag for _, value in points] for folder in (one, other)
-    ]
+    alone, folder = train(name, *words), train(name, *words, sharded(**settings), ranks=ranks)
+    expected, state = weights(alone), weights(folder)
+    assert far(expected["module"], state["module"]) < 1e-12
+    losses = [[value for tag, points in curves(run).items() if "loss" in tag for _, value in points] for run in (alone, folder)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)  # written as float32
-    assert theirs["spread"]
+    assert state["spread"]
 
 
 @pytest.mark.faults
 def test_what_is_computed_and_what_is_sent_may_have_a_type_of_its_own(train):
     words = ("--trainer.precision=32-true",)
     ways = {"none": {}, "computed": {"param_dtype": "bf16", "reduce_dtype": "fp32"}, "sent": {"reduce_dtype": "bf16"}}
-    one = weights(train("gpt", *words))["module"]
-    found = {way: weights(train("gpt", *words, sharded(**settings), ranks=2)) for way, settings in ways.items()}
-    away = {way: far(one, state["module"]) for way, state in found.items()}
+    expected = weights(train("gpt", *words))["module"]
+    states = {way: weights(train("gpt", *words, sharded(**settings), ranks=2)) for way, settings in ways.items()}
+    away = {way: far(expected, state["module"]) for way, state in states.items()}
     assert away["none"] < 1e-5 < away["sent"] < 0.05
     assert 1e-5 < away["computed"] < 0.05
-    assert far(found["computed"]["module"], found["sent"]["module"]) > 1e-5
-    for state in found.values():  # what is kept is as it was
+    assert far(states["computed"]["module"], states["sent"]["module"]) > 1e-5
+    for state in states.values():  # what is kept is as it was
         assert {value.dtype for value in state["module"].values() if isinstance(value, torch.Tensor)} == {torch.float32}
 
 
@@ -174,8 +174,8 @@ def test_what_is_sent(train, settings):
     """4 micro-batches a rank in each of 9 steps; 3 blocks and the root. Gradients are added up once a step. Parameters are
     gathered once for a forward pass and once for a backward pass, and the root's once for both."""
     folder = train("gpt", sharded(**settings), ranks=3, plugged=(COUNT,))
-    found = json.loads((folder / "collectives.json").read_text())
-    assert found == {"steps": 9, "reductions": 9 * 4, "gathers": 9 * 4 * (2 * 3 + 1)}
+    calls = json.loads((folder / "collectives.json").read_text())
+    assert calls == {"steps": 9, "reductions": 9 * 4, "gathers": 9 * 4 * (2 * 3 + 1)}
 
 
 @pytest.mark.parametrize("where", [pytest.param("loss", marks=pytest.mark.faults), "gradient"])
@@ -185,11 +185,11 @@ def test_a_step_that_is_not_finite_is_left_out_on_all_ranks(train, where):
     words += ("--model=tests.train.gather.Poisoned",) if where == "loss" else ()
     plugged = ({"class_path": "tests.train.gather.Poison"},) if where == "gradient" else ()
     folder = train("regression", *words, sharded(), ranks=3, plugged=plugged)
-    found = weights(folder)
-    assert all(torch.isfinite(one).all() for one in found["module"].values() if one.is_floating_point())
+    state = weights(folder)
+    assert all(torch.isfinite(value).all() for value in state["module"].values() if value.is_floating_point())
     assert "The step is skipped (1 so far)" in (folder / "output.txt").read_text()
     alone = train("regression", *words, plugged=plugged)
-    assert far(weights(alone)["module"], found["module"]) < 1e-12
+    assert far(weights(alone)["module"], state["module"]) < 1e-12
 
 
 def of_two_types():

@@ -145,8 +145,8 @@ class Stream:
     def __init__(self) -> None:
         self.waits_for: list[Any] = []
 
-    def wait_stream(self, other: Any) -> None:
-        self.waits_for.append(other)
+    def wait_stream(self, stream: Any) -> None:
+        self.waits_for.append(stream)
 
 
 def test_what_a_device_does_on_another_stream_has_its_place_among_the_rest(monkeypatch):

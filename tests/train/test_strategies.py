@@ -47,8 +47,8 @@ class Searching(Regression):
         return super().loss(batch)
 
     def on_train_end(self) -> None:
-        found = [self.evaluations, *(parameter.double().sum().item() for parameter in self.parameters())]
-        Path(f"search-{self.global_rank}.json").write_text(json.dumps(found))
+        results = [self.evaluations, *(parameter.double().sum().item() for parameter in self.parameters())]
+        Path(f"search-{self.global_rank}.json").write_text(json.dumps(results))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=1, max_iter=4, line_search_fn="strong_wolfe")
@@ -83,9 +83,9 @@ def trained(folder: Path, *words: str, ranks: int = 1) -> Path:
 
 
 def test_a_static_graph_accumulates(tmp_path: Path) -> None:
-    usual = trained(tmp_path / "usual", *PLAIN, ranks=2)
+    plain = trained(tmp_path / "usual", *PLAIN, ranks=2)
     static = trained(tmp_path / "static", *PLAIN, f"--trainer.strategy={STATIC}", ranks=2)
-    assert values(static, "val_loss") == pytest.approx(values(usual, "val_loss"), rel=1e-6)
+    assert values(static, "val_loss") == pytest.approx(values(plain, "val_loss"), rel=1e-6)
 
 
 @pytest.mark.parametrize("module", ["Searching", "SearchingByItself"])
@@ -94,8 +94,8 @@ def test_ranks_search_by_the_loss_of_all(quick: Cli, tmp_path: Path, module: str
     words = (f"--model=tests.train.test_strategies.{module}", "--data.init_args.batch_size=6")
     run = quick(*OWN, *words, "--trainer.ranks_differ=warn", "--watchdog.at_least=20", ranks=2)
     assert run.code == 0, run.output
-    ours, theirs = ((tmp_path / f"search-{rank}.json").read_text() for rank in range(2))
-    assert ours == theirs
+    first, second = ((tmp_path / f"search-{rank}.json").read_text() for rank in range(2))
+    assert first == second
 
 
 def test_lbfgs_takes_no_part_of_a_step(quick: Cli) -> None:
@@ -155,10 +155,10 @@ def stepped(parts: list[int], made: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("made", [partial(torch.optim.SGD, momentum=0.9), torch.optim.Adam, partial(torch.optim.AdamW, lr=0.1)])
-@pytest.mark.parametrize(("dtype", "more"), [(torch.float32, {}), (torch.float32, {"fused": True}), (torch.bfloat16, {})])
-def test_shards_of_a_cpu_are_rounded_as_the_whole_or_refused(made: Any, dtype: torch.dtype, more: dict[str, Any]) -> None:
-    made = partial(made, **more)
-    if more or dtype == torch.bfloat16:
+@pytest.mark.parametrize(("dtype", "settings"), [(torch.float32, {}), (torch.float32, {"fused": True}), (torch.bfloat16, {})])
+def test_shards_of_a_cpu_are_rounded_as_the_whole_or_refused(made: Any, dtype: torch.dtype, settings: dict[str, Any]) -> None:
+    made = partial(made, **settings)
+    if settings or dtype == torch.bfloat16:
         with pytest.raises(UserError, match=r"fused SGD for shards|rounds the last values of a tensor otherwise"):
             stepped([103], made, dtype)
     else:
@@ -173,7 +173,7 @@ def test_a_layer_that_learns_later_has_a_momentum(quick: Cli) -> None:
 def test_an_epoch_with_a_shorter_last_step_is_validated_after_it(quick: Cli, tmp_path: Path) -> None:
     """Of 25 micro-batches the last is a step by itself; here it would be validated before that one."""
     accumulates = {"class_path": "GradientAccumulationScheduler", "init_args": {"scheduling": {0: 2}}}
-    words = [word for word in PLAIN if "global_batch_size" not in word]
+    words = [argument for argument in PLAIN if "global_batch_size" not in argument]
     run = quick(*words, "--trainer.callbacks=" + json.dumps([accumulates]))
     assert run.code == 0, run.output
     assert [step for step, _ in curves(tmp_path)["val_loss/dataloader_idx_0"]] == [13, 26]

@@ -34,7 +34,7 @@ RUNS = {
     ),
     # Augmentation, a network of one plan
     "pixels": (
-        *("fit", "--config=configs/ddp.yaml", *(word for word in TINY if "network" not in word), "--run=it"),
+        *("fit", "--config=configs/ddp.yaml", *(argument for argument in TINY if "network" not in argument), "--run=it"),
         *("--data.source.init_args.train_size=250", "--data.batch_size=4", "--data.global_batch_size=24"),
         *(
             "--data.crop_padding=2",
@@ -59,23 +59,23 @@ def train(place):
     return training(place, RUNS)
 
 
-def assert_close(ours, theirs):
-    theirs, ours = dict(theirs), dict(ours)
-    assert theirs.pop("spread")
-    ours.pop("spread")
-    assert far(ours, theirs) < 1e-12
-    assert theirs["optimizers"][0]["state"]
+def assert_close(expected, state):
+    state, expected = dict(state), dict(expected)
+    assert state.pop("spread")
+    expected.pop("spread")
+    assert far(expected, state) < 1e-12
+    assert state["optimizers"][0]["state"]
 
 
-def assert_same_curves(one, other):
+def assert_same_curves(alone, folder):
     """What is logged is written as float32."""
-    ours, theirs = curves(one), curves(other)
-    assert ours.keys() == theirs.keys()
-    for tag, points in ours.items():
+    expected, logged = curves(alone), curves(folder)
+    assert expected.keys() == logged.keys()
+    for tag, points in expected.items():
         steps, values = zip(*points, strict=True)
-        others, found = zip(*theirs[tag], strict=True)
-        assert steps == others, tag
-        assert found == pytest.approx(values, rel=1e-6, abs=1e-6), tag
+        logged_steps, logged_values = zip(*logged[tag], strict=True)
+        assert steps == logged_steps, tag
+        assert logged_values == pytest.approx(values, rel=1e-6, abs=1e-6), tag
 
 
 def checkpoint(folder: Path) -> Path:
@@ -92,14 +92,14 @@ def agree(shared_by):
 )
 def test_a_gpt_is_the_run_of_one_rank(train, ranks, share):
     """Accumulation of 6, 3 and 6."""
-    one = train("gpt")
-    other = train("gpt", sharded(tensor_parallel=share), ranks=ranks, plugged=(agree(share),))
-    assert_close(weights(one), weights(other))
-    assert_same_curves(one, other)
-    found = json.loads((other / "agree.json").read_text())
-    assert found["agree"]
-    assert {"network.tokens.weight", "network.blocks.1.attention_norm.weight"} <= {*found["whole"]}
-    assert len(found["cut"]) == 2 * 8  # four layers of a block, with their biases
+    alone = train("gpt")
+    folder = train("gpt", sharded(tensor_parallel=share), ranks=ranks, plugged=(agree(share),))
+    assert_close(weights(alone), weights(folder))
+    assert_same_curves(alone, folder)
+    report = json.loads((folder / "agree.json").read_text())
+    assert report["agree"]
+    assert {"network.tokens.weight", "network.blocks.1.attention_norm.weight"} <= {*report["whole"]}
+    assert len(report["cut"]) == 2 * 8  # four layers of a block, with their biases
 
 
 FORMS = [
@@ -114,44 +114,44 @@ FORMS = [
 @pytest.mark.parametrize(("ranks", "share", "settings"), FORMS)
 def test_whoever_has_a_plan_has_the_run_of_one_rank(train, ranks, share, settings):
     """Each sample counts once in sums, in metrics, and for the bar."""
-    one = train("planned", plugged=(EMA,))
-    other = train("planned", sharded(tensor_parallel=share, **settings), ranks=ranks, plugged=(EMA, agree(share)))
-    assert_close(weights(one), weights(other))
-    assert weights(other)["average"]
-    assert_same_curves(one, other)
-    assert [value for _, value in curves(other)["count"]] == [140, 140]
-    assert [value for _, value in curves(other)["samples"]] == [140, 140]
+    alone = train("planned", plugged=(EMA,))
+    folder = train("planned", sharded(tensor_parallel=share, **settings), ranks=ranks, plugged=(EMA, agree(share)))
+    assert_close(weights(alone), weights(folder))
+    assert weights(folder)["average"]
+    assert_same_curves(alone, folder)
+    assert [value for _, value in curves(folder)["count"]] == [140, 140]
+    assert [value for _, value in curves(folder)["samples"]] == [140, 140]
 
-    seen = [(other / f"seen-{rank}.txt").read_text() for rank in range(ranks)]
+    seen = [(folder / f"seen-{rank}.txt").read_text() for rank in range(ranks)]
     assert all(seen[rank] == seen[rank // share * share] for rank in range(ranks))
-    whole = [number for one in seen[::share] for line in one.splitlines() for number in line.split()[1:]]
+    whole = [number for text in seen[::share] for line in text.splitlines() for number in line.split()[1:]]
     assert sorted(map(int, whole)) == sorted([*range(140)] * 2)
 
-    found = json.loads((other / "agree.json").read_text())
-    assert found["agree"]
-    assert found["cut"] == ["network.0.bias", "network.0.weight", "network.2.bias", "network.2.weight"]
-    assert found["samples"] == 2 * 140
-    said = (other / "output.txt").read_text()
-    assert f"1 host x {ranks} processes ({ranks // share} x {share} tensor parallel) x micro-batch 2 x accumulation " in said
-    assert f"accumulation {12 * share // ranks} = global batch 24" in said
+    report = json.loads((folder / "agree.json").read_text())
+    assert report["agree"]
+    assert report["cut"] == ["network.0.bias", "network.0.weight", "network.2.bias", "network.2.weight"]
+    assert report["samples"] == 2 * 140
+    output = (folder / "output.txt").read_text()
+    assert f"1 host x {ranks} processes ({ranks // share} x {share} tensor parallel) x micro-batch 2 x accumulation " in output
+    assert f"accumulation {12 * share // ranks} = global batch 24" in output
 
 
 @pytest.mark.faults
 def test_a_step_that_is_not_finite_is_left_out(train):
     words = ("--trainer.nonfinite=skip", "--model=tests.train.shared.PlannedAndPoisoned")
-    one, other = train("planned", *words), train("planned", *words, sharded(tensor_parallel=2), ranks=4)
-    assert_close(weights(one), weights(other))
-    said = (other / "output.txt").read_text()
-    assert "The step is skipped (1 so far)" in said
-    assert said.count("in micro-batch 6 of 12") == 1
+    alone, folder = train("planned", *words), train("planned", *words, sharded(tensor_parallel=2), ranks=4)
+    assert_close(weights(alone), weights(folder))
+    output = (folder / "output.txt").read_text()
+    assert "The step is skipped (1 so far)" in output
+    assert output.count("in micro-batch 6 of 12") == 1
 
 
 @pytest.mark.slow
 def test_lightnings_own_loop_clips_so_too(train):
     words = ("--model=tests.train.shared.ByLightning",)
-    one, other = train("planned", *words), train("planned", *words, sharded(tensor_parallel=2), ranks=2)
-    assert_close(weights(one), weights(other))
-    assert_same_curves(one, other)
+    alone, folder = train("planned", *words), train("planned", *words, sharded(tensor_parallel=2), ranks=2)
+    assert_close(weights(alone), weights(folder))
+    assert_same_curves(alone, folder)
 
 
 @pytest.mark.faults
@@ -163,11 +163,11 @@ def test_images_that_are_classified_count_once(place, train):
         fault = json.loads(faults(*([{"rank": ranks - 1, "step": step}] if step else [])).partition("=")[2])
         done = forked(folder, *RUNS["pixels"], strategy, "--checkpoints.every_n_steps=1", callbacks(*fault), ranks=ranks)
         assert (done.code == 0) == (step is None), done.output
-    one = train("pixels")
-    ours, theirs = weights(one), weights(folder)
-    assert far(ours["module"], theirs["module"]) < 1e-12
-    assert {"train/loss_epoch", "val/acc"} <= curves(one).keys()
-    assert_same_curves(one, folder)
+    alone = train("pixels")
+    expected, state = weights(alone), weights(folder)
+    assert far(expected["module"], state["module"]) < 1e-12
+    assert {"train/loss_epoch", "val/acc"} <= curves(alone).keys()
+    assert_same_curves(alone, folder)
 
 
 @pytest.mark.slow
@@ -213,8 +213,8 @@ def test_killed_and_resumed_on_other_ranks(place, train, name, steps):
             began = torch.load(folder / "start.pt", weights_only=True)
             assert before["position"]["global_step"] > 0
             assert same(began["module"], dict(before.get("current_model_state", before["state_dict"])))
-            for ours, theirs in zip(began["optimizers"], before["optimizer_states"], strict=True):
-                assert same(ours["state"], theirs["state"])
+            for state, expected in zip(began["optimizers"], before["optimizer_states"], strict=True):
+                assert same(state["state"], expected["state"])
         before = SafeCheckpointIO().load_checkpoint(checkpoint(folder))
     assert_close(weights(train(name, plugged=average)), weights(folder))
     assert_same_curves(train(name, plugged=average), folder)

@@ -33,12 +33,12 @@ def test_a_flipped_bit_in_any_tensor_shows_in_its_number_alone(data):
 def test_one_unit_more_here_and_one_less_there(size, data):
     tensor = torch.randn(size)
     before, bits = Checksums([tensor])(), tensor.view(torch.int32)
-    here = data.draw(st.integers(0, size - 1))
+    first = data.draw(st.integers(0, size - 1))
     # In the same column of its rows, in the same row, or anywhere.
-    there = data.draw(st.sampled_from([(here + 512) % size, (here + 2) % size, (here + 1) % size, (here + 12_345) % size]))
-    if there != here:
-        bits[here] += 1
-        bits[there] -= 1
+    second = data.draw(st.sampled_from([(first + 512) % size, (first + 2) % size, (first + 1) % size, (first + 12_345) % size]))
+    if second != first:
+        bits[first] += 1
+        bits[second] -= 1
         assert Checksums([tensor])() != before
 
 
@@ -54,8 +54,8 @@ def test_values_in_another_order(size):
     tensor[7], tensor[7 + 512 * (size > 1000) + 2] = 2.0, -2.0  # only the highest bits are exchanged
     before = Checksums([tensor])()
     assert Checksums([tensor * signs])() != before
-    other = torch.randn(size)
-    assert together(Checksums([tensor, other])()) != together(Checksums([other, tensor])())
+    second = torch.randn(size)
+    assert together(Checksums([tensor, second])()) != together(Checksums([second, tensor])())
 
 
 def test_the_number_is_that_of_the_memory():
@@ -83,10 +83,10 @@ def test_the_number_is_that_of_the_memory():
 
 
 def test_made_anew_for_other_tensors():
-    one, other = torch.randn(10_000), torch.randn(10_000)
-    checksums = Checksums([one])
-    assert checksums.fit([one])
-    assert not checksums.fit([other])
+    first, second = torch.randn(10_000), torch.randn(10_000)
+    checksums = Checksums([first])
+    assert checksums.fit([first])
+    assert not checksums.fit([second])
     gaps = torch.randn(100, 2)[:, 0]
     assert not Checksums([gaps]).fit([gaps]), "of a copy"
 

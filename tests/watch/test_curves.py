@@ -165,9 +165,9 @@ def test_a_thinned_curve_is_what_is_left_of_the_whole(tmp_path):
         for step in [*range(1, 40_001), *range(70_000, 80_001)]:
             opened.write(writer(step, chance.choice([chance.random(), math.inf, -1e9]), 1) + twice(step, 2))
     with file.open("ab") as opened:
-        again = Event(wall_time=1.7e9 + 90_000, step=79_500)
-        again.session_log.status = 1
-        opened.write(framed(again.SerializeToString()))
+        event = Event(wall_time=1.7e9 + 90_000, step=79_500)
+        event.session_log.status = 1
+        opened.write(framed(event.SerializeToString()))
         for step in range(79_500, 90_001):
             opened.write(writer(step, 7.0, 2))
     whole, thin = Curves(tmp_path), Curves(tmp_path, 500)

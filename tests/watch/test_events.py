@@ -11,8 +11,8 @@ from tests.conftest import ROOT
 
 def shown(folder, *tags):
     """Returns what TensorBoard shows, and the report: the same."""
-    found = EventAccumulator(str(folder)).Reload()
-    points = {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    accumulator = EventAccumulator(str(folder)).Reload()
+    points = {tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
     assert {tag: [point[:2] for point in curve] for tag, curve in Curves(folder).read().items()} == points
     return [points[tag] for tag in tags]
 
@@ -53,7 +53,7 @@ def test_a_clock_that_was_set_back_shows_no_point_twice(tmp_path):
         for step in range(start * 3, start * 3 + 5):
             ahead.log_metrics({"train/loss": float(start)}, step=step)
         ahead.finalize("success")
-        (file,) = (one for one in tmp_path.glob("events.*") if not one.name.endswith("ahead"))
+        (file,) = (path for path in tmp_path.glob("events.*") if not path.name.endswith("ahead"))
         stamp = int(file.name.split(".")[3]) + 3600 + start
         file.rename(tmp_path / f"events.out.tfevents.{stamp}.host.1.{start}.ahead")
     back = Events(str(tmp_path))
@@ -67,17 +67,17 @@ def test_a_clock_that_was_set_back_shows_no_point_twice(tmp_path):
 
 def test_the_errors_of_other_threads_are_still_said(tmp_path, monkeypatch):
     """Only TensorBoard's writing thread leaves its own to the next call."""
-    said = []
-    monkeypatch.setattr(threading, "excepthook", said.append)
+    errors = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
     Events(str(tmp_path)), Events(str(tmp_path))
 
     def fails():
         raise OSError("the disk of somebody else")
 
-    other = threading.Thread(target=fails)
-    other.start()
-    other.join()
-    assert [str(one.exc_value) for one in said] == ["the disk of somebody else"]
+    thread = threading.Thread(target=fails)
+    thread.start()
+    thread.join()
+    assert [str(error.exc_value) for error in errors] == ["the disk of somebody else"]
 
 
 def test_events_are_written_by_what_survives_a_full_disk():

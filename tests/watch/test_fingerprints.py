@@ -24,7 +24,7 @@ FIT = (
     *("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.accelerator=cpu", "--data.batch_size=8", "--run=it"),
     *("--data.global_batch_size=48", "--trainer.max_steps=4", "--trainer.limit_val_batches=0", "--checkpoints.monitor=null"),
 )
-NOISY = [word for word in FIT if "network" not in word] + ["--model.network=tests.watch.plugged.Noisy"]
+NOISY = [argument for argument in FIT if "network" not in argument] + ["--model.network=tests.watch.plugged.Noisy"]
 
 
 def fit(folder: Path, *words: str, ranks: int = 1, base=FIT) -> Run:
@@ -39,8 +39,8 @@ def records(folder: Path) -> Recorded:
 
 
 @pytest.fixture
-def said(capsys, tmp_path, monkeypatch):
-    """said("a", "b") is the exit code and what the verb says of the runs in these folders."""
+def verdict(capsys, tmp_path, monkeypatch):
+    """verdict("a", "b") is the exit code and what the verb says of the runs in these folders."""
     monkeypatch.chdir(tmp_path)
 
     def ask(*folders: str) -> tuple[int, str]:
@@ -51,33 +51,33 @@ def said(capsys, tmp_path, monkeypatch):
     return ask
 
 
-def test_exact_on_one_and_on_three_ranks_is_the_same_and_otherwise_not(tmp_path, said):
+def test_exact_on_one_and_on_three_ranks_is_the_same_and_otherwise_not(tmp_path, verdict):
     fit(tmp_path / "one", "--trainer.exact=true")
     fit(tmp_path / "three", "--trainer.exact=true", ranks=3)
-    code, text = said("one", "three")
+    code, text = verdict("one", "three")
     assert code == 0, text
     assert (
         " are the same to the last bit up to step 4 of both, on 1 and 3 ranks. Compared: weights and losses of 4 steps, "
         in text
     )
     fit(tmp_path / "rounded", ranks=3)
-    code, text = said("one", "rounded")
+    code, text = verdict("one", "rounded")
     assert code == 1
     assert "step 1 (epoch 1) is the first that differs. The weights before it and all losses in it are the same" in text
     assert "trainer.exact: True, and False" in text
     assert "Settings that differ: trainer.exact: True, and False Where they ran: trainer.devices: auto, and 3" in text
     fit(tmp_path / "other", "--seed_everything=1")
-    code, text = said("one", "other")
+    code, text = verdict("one", "other")
     assert code == 1
     assert "they begin with other weights" in text
     assert "Settings that differ: " in text
     assert "seed_everything: 0, and 1" in text
 
 
-def test_a_module_with_chance_of_its_own_is_named(tmp_path, said):
+def test_a_module_with_chance_of_its_own_is_named(tmp_path, verdict):
     for name in ("a", "b"):
         fit(tmp_path / name, base=NOISY)
-    code, text = said("a", "b")
+    code, text = verdict("a", "b")
     assert code == 1
     assert "step 1 (epoch 1) is the first that differs" in text
     assert "the loss of micro-batch 0 is not: it is the forward pass" in text
@@ -85,7 +85,7 @@ def test_a_module_with_chance_of_its_own_is_named(tmp_path, said):
     assert "after network.before (Conv2d), which gave the same" in text
 
 
-def test_killed_and_resumed_is_the_same(tmp_path, said):
+def test_killed_and_resumed_is_the_same(tmp_path, verdict):
     words = ("--trainer.max_steps=14", "--checkpoints.every_n_steps=4")
     fit(tmp_path / "whole", *words)
     struck = faults({"step": 11})  # its first ten steps are in the file, and the last checkpoint is of step 8
@@ -94,28 +94,28 @@ def test_killed_and_resumed_is_the_same(tmp_path, said):
     with (tmp_path / "killed/lightning_logs/it" / FILE).open("a") as file:
         file.write('{"step":11,"epo')  # it was being written
     fit(tmp_path / "killed", *words, struck)
-    found = records(tmp_path / "killed")
-    assert [(start.step, [step.step for step in steps]) for start, steps in found.starts] == [
+    recorded = records(tmp_path / "killed")
+    assert [(start.step, [step.step for step in steps]) for start, steps in recorded.starts] == [
         (0, [*range(1, 11)]),
         (8, [*range(9, 15)]),
     ]
-    assert said("whole", "killed")[0] == 0
-    code, text = said("killed")
+    assert verdict("whole", "killed")[0] == 0
+    code, text = verdict("killed")
     assert code == 0
     assert "2 steps, from 9 to 10, were computed more than once, the same to the last bit each time." in text
 
 
-def test_a_rank_whose_weights_change_silently_is_named(tmp_path, said):
+def test_a_rank_whose_weights_change_silently_is_named(tmp_path, verdict):
     callbacks = json.dumps([{"class_path": "tests.watch.plugged.Spoil", "init_args": {"rank": 1, "step": 2}}])
     words = (f"--trainer.callbacks={callbacks}", "--trainer.limit_val_batches=2")
     done = fit(tmp_path / "spoilt", *words, "--trainer.ranks_differ=warn", ranks=2)
     warnings = re.findall(r"WARNING .*After step (\d+), rank (\d+) on \S+ has other weights", done.output)
     assert warnings == [("2", "1")], done.output
-    found = records(tmp_path / "spoilt")
-    assert len(found.steps[1].record.modules) > 20, "also of a network within DistributedDataParallel"
-    others = {step: list(taken.record.others) for step, taken in found.steps.items()}
-    assert others == {1: [], 2: ["1"], 3: ["1"], 4: ["1"]}
-    code, text = said("spoilt")
+    recorded = records(tmp_path / "spoilt")
+    assert len(recorded.steps[1].record.modules) > 20, "also of a network within DistributedDataParallel"
+    differing = {step: list(taken.record.others) for step, taken in recorded.steps.items()}
+    assert differing == {1: [], 2: ["1"], 3: ["1"], 4: ["1"]}
+    code, text = verdict("spoilt")
     assert code == 1
     assert "rank 1 had other weights than rank 0 after step 2" in text
     (tmp_path / "stopped").mkdir()
@@ -158,8 +158,8 @@ def test_left_out_where_it_is_not_wanted(tmp_path):
 
 def test_a_module_that_is_compiled_as_a_whole_finds_no_hooks(tmp_path):
     compiled = torch.compile(BoringModel(), backend="eager")
-    found = read(trained(tmp_path, compiled, max_steps=2), "it")
-    assert [taken.record.modules for taken in found.steps.values()] == [(), ()]
+    recorded = read(trained(tmp_path, compiled, max_steps=2), "it")
+    assert [taken.record.modules for taken in recorded.steps.values()] == [(), ()]
     vars(model := BoringModel())["training_step"] = None  # as Lightning leaves it of a compiled one
     ModuleOutputs(model)
     assert not model.layer._forward_hooks
@@ -209,16 +209,16 @@ def test_steps_of_all_kinds(tmp_path):
     assert all(list(taken.record.losses) == [0, 1, 2] for taken in accumulated.steps.values())
     double = read(trained(tmp_path / "double", BoringModel(), precision="64-true"), "double")
     assert {len(bits) for taken in double.steps.values() for bits in taken.record.losses.values()} == {8}
-    found = read(
+    recorded = read(
         trained(tmp_path / "growing", Growing(), limit_train_batches=3, enable_checkpointing=False, fingerprints=True),
         "growing",
     )
-    assert [(start.step, start.names[2:], len(steps)) for start, steps in found.starts] == [
+    assert [(start.step, start.names[2:], len(steps)) for start, steps in recorded.starts] == [
         (0, ("queue",), 3),
         (3, ("later",), 3),
     ]
-    assert len({step.tensors[2] for step in found.starts[0][1]}) == 3
-    assert found.starts[1][0].weights is None, "another network than before the step"
+    assert len({step.tensors[2] for step in recorded.starts[0][1]}) == 3
+    assert recorded.starts[1][0].weights is None, "another network than before the step"
 
 
 def test_the_loss_is_as_the_module_gave_it(tmp_path):
@@ -231,8 +231,8 @@ def test_the_loss_is_as_the_module_gave_it(tmp_path):
             seen.append(output["loss"].detach().numpy().tobytes())
             return output
 
-    found = read(trained(tmp_path, Listening(), accumulate_grad_batches=2), "it")
-    assert [bits for taken in found.steps.values() for _, bits in sorted(taken.record.losses.items())] == seen
+    recorded = read(trained(tmp_path, Listening(), accumulate_grad_batches=2), "it")
+    assert [bits for taken in recorded.steps.values() for _, bits in sorted(taken.record.losses.items())] == seen
 
 
 def test_what_a_checkpoint_has_behind_it_is_on_record_with_it(tmp_path):
@@ -251,11 +251,11 @@ def test_what_a_checkpoint_has_behind_it_is_on_record_with_it(tmp_path):
 def test_a_folder_that_can_not_be_written_ends_no_training(tmp_path, caplog):
     (tmp_path / FILE).mkdir()
     trained(tmp_path, BoringModel(), max_steps=30)
-    said = [record.getMessage() for record in caplog.records if "Fingerprints" in record.getMessage()]
-    assert len(said) == 1
-    assert "Training continues" in said[0]
+    messages = [record.getMessage() for record in caplog.records if "Fingerprints" in record.getMessage()]
+    assert len(messages) == 1
+    assert "Training continues" in messages[0]
 
 
 def test_it_is_a_callback_that_can_be_copied():
-    for one in (copy.deepcopy(Fingerprints(True)), pickle.loads(pickle.dumps(Fingerprints(True)))):
-        assert one.exact
+    for callback in (copy.deepcopy(Fingerprints(True)), pickle.loads(pickle.dumps(Fingerprints(True)))):
+        assert callback.exact

@@ -43,7 +43,7 @@ def wandb_records(file: Path) -> list[Any]:
     """What lies in a .wandb file: records of protobuf in a log as LevelDB has it, blocks of 32 KiB with parts of records."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, at, whole, found = file.read_bytes(), 7, b"", []
+    data, at, whole, records = file.read_bytes(), 7, b"", []
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
@@ -52,9 +52,9 @@ def wandb_records(file: Path) -> list[Any]:
         whole += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # all of it, or its last part
-            found.append(Record.FromString(whole))
+            records.append(Record.FromString(whole))
             whole = b""
-    return found
+    return records
 
 
 def of_wandb(run: Path) -> tuple[set[str], Curves, dict[str, Any]]:
@@ -79,10 +79,10 @@ def of_wandb(run: Path) -> tuple[set[str], Curves, dict[str, Any]]:
 def of_mlflow(run: Path) -> tuple[set[str], Curves, dict[str, str]]:
     folders = list(run.glob("mlruns/*/*/metrics"))
     curves: Curves = {}
-    for file in (one for folder in folders for one in folder.rglob("*") if one.is_file()):
+    for file in (path for folder in folders for path in folder.rglob("*") if path.is_file()):
         rows = [line.split() for line in file.read_text().splitlines()]
         curves[str(file.relative_to(folders[0]))] = [(int(row[2]), float(row[1])) for row in rows]
-    params = {one.name: one.read_text() for folder in folders for one in (folder.parent / "params").iterdir()}
+    params = {file.name: file.read_text() for folder in folders for file in (folder.parent / "params").iterdir()}
     return {folder.parent.name for folder in folders}, curves, params
 
 
@@ -121,20 +121,20 @@ def test_killed_on_two_ranks_and_on_three_it_is_one_run_everywhere(quick, tmp_pa
     shutil.move(tmp_path / "lightning_logs", tmp_path / "killed")
     whole = quick(*EXACT)
     assert whole.code == 0, whole.output
-    run, other = tmp_path / "killed/it", whole.runs[0]
+    run, reference = tmp_path / "killed/it", whole.runs[0]
 
     wandb_ids, curves, config = of_wandb(run)
     assert len(list(run.glob("wandb/offline-run-*"))) == 3
     assert wandb_ids == {ids["W&B"]}
     assert {"train/loss", "train/grad_norm", "val/acc"} <= learned(curves).keys()
-    assert learned(curves) == learned(of_wandb(other)[1])
+    assert learned(curves) == learned(of_wandb(reference)[1])
     assert (config["seed_everything"], config["watchdog"]["factor"]) == (0, 11)
     assert "logger" not in config["trainer"]
 
     mlflow_ids, curves, params = of_mlflow(run)
     assert {"train/loss", "train/grad_norm", "val/acc"} <= learned(curves).keys()
     assert mlflow_ids == {ids["MLflow mlruns"]}
-    assert learned(curves) == learned(of_mlflow(other)[1])
+    assert learned(curves) == learned(of_mlflow(reference)[1])
     # The steps that were taken twice, and they alone, are there twice.
     twice = {step for step, times in Counter(step for step, _ in curves["train/loss"]).items() if times > 1}
     assert twice
@@ -143,7 +143,7 @@ def test_killed_on_two_ranks_and_on_three_it_is_one_run_everywhere(quick, tmp_pa
     assert not [name for name in params if "logger" in name]
 
     curves = of_csv(run)
-    assert learned(curves) == learned(of_csv(other))
+    assert learned(curves) == learned(of_csv(reference))
     assert all(len(points) == len(dict(points)) for name, points in curves.items() if not name.startswith(OURS))
     assert [step for step, _ in curves["train/loss"]] == list(range(1, STEPS + 1))
     assert {"train/grad_norm", "speed/samples_per_s"} <= curves.keys()
@@ -208,7 +208,7 @@ def test_it_may_be_told_by_the_environment_and_no_password_is_written_down(cli, 
     assert list(tmp_path.glob("shared/*/*/metrics"))
     assert len(list(tmp_path.glob("elsewhere/wandb/offline-run-*"))) == 1
     assert not [*tmp_path.glob("lightning_logs/it/mlruns"), *tmp_path.glob("lightning_logs/it/wandb")]
-    assert not [one for one in tmp_path.rglob("*") if one.is_file() and b"secret" in one.read_bytes()]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"secret" in path.read_bytes()]
 
 
 @pytest.mark.faults
@@ -268,9 +268,9 @@ def test_a_run_that_mlflow_has_no_more_begins_anew(quick, tmp_path):
     assert quick(*words, "--trainer.max_steps=2").code == 0
     (old,) = of_mlflow(tmp_path / "lightning_logs/it")[0]
     shutil.rmtree(tmp_path / "lightning_logs/it/mlruns")
-    again = quick(*words, "--trainer.max_steps=3")
-    assert again.code == 0, again.output
-    assert f"MLflow has no run {old} any more: a new one begins." in again.output
+    resumed = quick(*words, "--trainer.max_steps=3")
+    assert resumed.code == 0, resumed.output
+    assert f"MLflow has no run {old} any more: a new one begins." in resumed.output
 
 
 def test_a_place_that_the_user_names_is_kept(tmp_path):
@@ -290,9 +290,9 @@ def test_an_argument_that_tensorboard_refuses_is_refused_before_training_begins(
     from lightning.pytorch.loggers import TensorBoardLogger
 
     made(Named(TensorBoardLogger, save_dir=str(tmp_path), max_queue=3), tmp_path, "it", 0)
-    for word in ("nope", "log_dir"):
-        with pytest.raises(UserError, match=f"can't be made: .*'{word}'.* HINT: --trainer.logger.help TensorBoardLogger"):
-            made(Named(TensorBoardLogger, save_dir=str(tmp_path), **{word: 1}), tmp_path, "it", 0)
+    for argument in ("nope", "log_dir"):
+        with pytest.raises(UserError, match=f"can't be made: .*'{argument}'.* HINT: --trainer.logger.help TensorBoardLogger"):
+            made(Named(TensorBoardLogger, save_dir=str(tmp_path), **{argument: 1}), tmp_path, "it", 0)
     assert not [*tmp_path.iterdir()]
 
 
@@ -324,11 +324,11 @@ def test_a_file_that_was_cut_short_is_gone_on_with(tmp_path):
 
 def test_what_a_server_that_was_away_did_not_take_is_sent_later_and_in_order():
     taken: list[int] = []
-    there = threading.Event()
-    sender = Sender(lambda entry: there.is_set() and not taken.append(entry))
+    reachable = threading.Event()
+    sender = Sender(lambda entry: reachable.is_set() and not taken.append(entry))
     for entry in range(3):
         sender.put(entry)
     assert sender.left(1) == 3
-    there.set()
+    reachable.set()
     assert sender.left(10, hurry=True) == 0
     assert taken == [0, 1, 2]

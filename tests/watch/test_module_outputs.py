@@ -44,14 +44,14 @@ def test_each_output_of_any_kind_is_heard_while_it_listens():
         for part in network:
             part(values)
         outputs.end()
-        return [(name, int(found)) for name, found in outputs.calls]
+        return [(name, int(value)) for name, value in outputs.calls]
 
     torch.manual_seed(0)
     values = torch.randn(4, 4, requires_grad=True)
-    first, again, other = heard(values), heard(values), heard(values * -1)
+    first, repeated, negated = heard(values), heard(values), heard(values * -1)
     assert [name for name, _ in first] == [f"{at} (Many)" for at in range(len(kinds))]
-    assert first == again
-    assert all(one != another for (_, one), (_, another) in zip(first, other, strict=True))
+    assert first == repeated
+    assert all(value != another for (_, value), (_, another) in zip(first, negated, strict=True))
     assert not any(part._forward_hooks for part in network)
 
 

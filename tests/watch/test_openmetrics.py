@@ -26,7 +26,7 @@ def scraped(text: str) -> dict[str, float]:
     assert (end, last) == ("# EOF", "")
     samples = [LINE.fullmatch(line) for line in lines if not line.startswith("# TYPE ")]
     assert all(samples), text
-    values = {f"{one['name']}{{{one['labels']}}}": float(one["value"]) for one in samples if one}
+    values = {f"{sample['name']}{{{sample['labels']}}}": float(sample["value"]) for sample in samples if sample}
     assert len(values) == len(samples), "a sample is there twice"
     typed = [line.split()[2] for line in lines if line.startswith("# TYPE ")]
     assert len(typed) == len(set(typed))

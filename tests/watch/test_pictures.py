@@ -27,22 +27,22 @@ EXACT = (
 def shown(run: Path, kind: str = "Images") -> dict[str, list[Any]]:
     """By tag: steps, and what is shown."""
     events = EventAccumulator(str(run), size_guidance={"images": 0, "tensors": 0}).Reload()
-    found = getattr(events, kind)
-    return {tag: [(one.step, one) for one in found(tag)] for tag in events.Tags()[kind.lower()]}
+    read = getattr(events, kind)
+    return {tag: [(event.step, event) for event in read(tag)] for tag in events.Tags()[kind.lower()]}
 
 
 def test_the_same_pictures_on_one_rank_and_on_three(quick, tmp_path):
     for ranks in (1, 3):
         run = quick("fit", "--config=configs/ddp.yaml", *TINY, *EXACT, f"--run=on{ranks}", ranks=ranks)
         assert run.code == 0, run.output
-    one, three = (shown(tmp_path / f"lightning_logs/on{ranks}") for ranks in (1, 3))
-    assert one.keys() == {"train/inputs", "val/confusion", "val/mistakes"}
-    steps = {tag: [step for step, _ in points] for tag, points in one.items()}
+    on_one, on_three = (shown(tmp_path / f"lightning_logs/on{ranks}") for ranks in (1, 3))
+    assert on_one.keys() == {"train/inputs", "val/confusion", "val/mistakes"}
+    steps = {tag: [step for step, _ in points] for tag, points in on_one.items()}
     assert steps["train/inputs"] == [1]
     assert steps["val/confusion"] == steps["val/mistakes"] == [4, 8]
-    for tag, points in one.items():
-        pairs = zip(points, three[tag], strict=True)
-        assert all(mine.encoded_image_string == theirs.encoded_image_string for (_, mine), (_, theirs) in pairs), tag
+    for tag, points in on_one.items():
+        pairs = zip(points, on_three[tag], strict=True)
+        assert all(picture.encoded_image_string == expected.encoded_image_string for (_, picture), (_, expected) in pairs), tag
 
 
 class Somebodys(LightningModule):
@@ -94,10 +94,10 @@ def test_of_somebody_elses_module(tmp_path, drawn):
 
     losses = nn.functional.cross_entropy(logits, labels, reduction="none").where(guesses != labels, -1)
     order = losses.argsort(descending=True)[: min(16, int((guesses != labels).sum()))]
-    found, texts = drawn["val/mistakes"]
-    assert torch.equal(found, thumbnails(images[order]))
+    mistakes, texts = drawn["val/mistakes"]
+    assert torch.equal(mistakes, thumbnails(images[order]))
     confidence = logits.softmax(1).amax(1)
-    assert texts == [[f"label {labels[one]}", f"guess {guesses[one]}, {confidence[one]:.0%}"] for one in order]
+    assert texts == [[f"label {labels[index]}", f"guess {guesses[index]}, {confidence[index]:.0%}"] for index in order]
     assert len(drawn["train/inputs"][0]) == 8
 
 
@@ -142,10 +142,10 @@ def test_ranks_with_other_classes_have_no_pictures_and_go_on(quick, tmp_path):
 
 
 def test_with_very_many_classes_nothing_is_counted():
-    found = pictures.Evaluated()
-    found.add(torch.randn(4, 5000), torch.tensor([1, 2, 4999, -1]), torch.rand(4, 3, 8, 8), None)
-    assert found.counts is None
-    assert len(found.facts) == 4
+    evaluated = pictures.Evaluated()
+    evaluated.add(torch.randn(4, 5000), torch.tensor([1, 2, 4999, -1]), torch.rand(4, 3, 8, 8), None)
+    assert evaluated.counts is None
+    assert len(evaluated.facts) == 4
 
 
 def test_what_returns_no_logits_has_no_pictures_and_a_gpt_shows_what_it_writes(quick, tmp_path):
@@ -159,27 +159,27 @@ def test_what_returns_no_logits_has_no_pictures_and_a_gpt_shows_what_it_writes(q
         run = quick(*words, f"--run=on{ranks}", ranks=ranks)
         assert run.code == 0, run.output
     assert not shown(tmp_path / "lightning_logs/on1")
-    one, two = (
-        [(step, found.tensor_proto.string_val[0]) for step, found in shown(place, "Tensors")["val/sample/text_summary"]]
+    on_one, on_two = (
+        [(step, event.tensor_proto.string_val[0]) for step, event in shown(place, "Tensors")["val/sample/text_summary"]]
         for place in (tmp_path / "lightning_logs/on1", tmp_path / "lightning_logs/on2")
     )
     losses = [step for step, _ in shown(tmp_path / "lightning_logs/on1", "Scalars")["val/loss"]]
-    assert [step for step, _ in one] == [*losses]
+    assert [step for step, _ in on_one] == [*losses]
     assert len(losses) == 2
-    assert one == two
-    assert len(one[0][1]) > 200
+    assert on_one == on_two
+    assert len(on_one[0][1]) > 200
 
 
 def test_histograms_and_the_graph_by_a_switch(quick, tmp_path):
     words = ("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_steps=6", "--dashboard.graph=true")
     run = quick(*words, "--dashboard.histograms=2", "--run=it", ranks=2)
     assert run.code == 0, run.output
-    found = EventAccumulator(str(tmp_path / "lightning_logs/it"), size_guidance={"histograms": 0}).Reload()
+    accumulator = EventAccumulator(str(tmp_path / "lightning_logs/it"), size_guidance={"histograms": 0}).Reload()
     names = {f"{kind}/network.stem.0.weight" for kind in ("weights", "gradients")}
-    assert names <= set(found.Tags()["histograms"])
+    assert names <= set(accumulator.Tags()["histograms"])
     for name in names:
-        assert [one.step for one in found.Histograms(name)] == [2, 4, 6]
-    assert any("Conv2d" in node.name for node in found.Graph().node)
+        assert [event.step for event in accumulator.Histograms(name)] == [2, 4, 6]
+    assert any("Conv2d" in node.name for node in accumulator.Graph().node)
     wrong = quick("fit", "--config=configs/ddp.yaml", *TINY, "--dashboard.histograms=0")
     assert wrong.code
     assert "dashboard.histograms is a number of steps, not 0" in wrong.output
@@ -191,8 +191,8 @@ def test_without_tensorboard_the_switches_say_that_they_do_nothing(tmp_path, cap
         callbacks=[Dashboard(histograms=1, graph=True)],
     )  # fmt: skip
     trainer.fit(Somebodys(), DataLoader(samples(24), 8))
-    said = [record.getMessage().partition(":")[0] for record in caplog.records if record.levelname == "WARNING"]
-    assert {"No histograms", "No graph"} <= set(said)
+    messages = [record.getMessage().partition(":")[0] for record in caplog.records if record.levelname == "WARNING"]
+    assert {"No histograms", "No graph"} <= set(messages)
 
 
 def test_a_full_disk_does_not_end_a_run_that_shows_pictures_by_itself(tmp_path, caplog):

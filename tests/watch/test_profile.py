@@ -32,7 +32,7 @@ def traced(file: Path) -> set[str]:
 
 
 def names(run: Path) -> list[str]:
-    return sorted(one.name for one in (run / "profiles").iterdir())
+    return sorted(path.name for path in (run / "profiles").iterdir())
 
 
 @pytest.mark.slow
@@ -44,18 +44,18 @@ def test_steps_that_the_yaml_names_on_three_ranks_and_the_run_is_the_same(cli, q
     assert run.code == plain.code == 0, run.output
     folder = tmp_path / "lightning_logs/seen"
     stems = [f"step-000000004-{what}rank{rank}" for what in ("", "memory-") for rank in (0, 2)]
-    assert names(folder) == sorted([*(f"{one}.txt" for one in stems), *(f"{one}.json.gz" for one in stems[:2])])
+    assert names(folder) == sorted([*(f"{stem}.txt" for stem in stems), *(f"{stem}.json.gz" for stem in stems[:2])])
     for rank in (0, 2):
-        found = traced(folder / f"profiles/step-000000004-rank{rank}.json.gz")
-        assert {RANGE + part for part in ("data wait", "forward", "backward", "optimizer", "rest")} <= found
-        assert {"gloo:all_reduce", "aten::convolution_backward"} <= found
-    said = run.output.split("Rank 0, steps 4 to 5")[1]
-    assert re.search(r"ms a step: .*backward \d+%", said)
-    assert re.search(r"The CPU computes nothing for \d+% of the time; the longest gap is [\d.]+ ms", said)
-    assert re.search(r"Communication goes on for [\d.]+ ms a step, \d+% of it beside computing", said)
+        events = traced(folder / f"profiles/step-000000004-rank{rank}.json.gz")
+        assert {RANGE + part for part in ("data wait", "forward", "backward", "optimizer", "rest")} <= events
+        assert {"gloo:all_reduce", "aten::convolution_backward"} <= events
+    report = run.output.split("Rank 0, steps 4 to 5")[1]
+    assert re.search(r"ms a step: .*backward \d+%", report)
+    assert re.search(r"The CPU computes nothing for \d+% of the time; the longest gap is [\d.]+ ms", report)
+    assert re.search(r"Communication goes on for [\d.]+ ms a step, \d+% of it beside computing", report)
     convolutions = sum(isinstance(part, torch.nn.Conv2d) for part in MiniResNet(widths=[8, 16], blocks=1).modules())
-    assert re.search(rf"aten::convolution_backward +{2 * convolutions} ", said)  # of the two micro-batches of a step
-    assert "Profile of steps 4 to 5 of ranks 0, 2" in said
+    assert re.search(rf"aten::convolution_backward +{2 * convolutions} ", report)  # of the two micro-batches of a step
+    assert "Profile of steps 4 to 5 of ranks 0, 2" in report
     assert "USDT" not in run.output
     assert "WARNING" not in run.output
     assert "[W" not in run.output  # torch's own words
@@ -83,16 +83,16 @@ def test_a_word_to_a_run_that_goes_on(tmp_path):
     folder = tmp_path / "lightning_logs/gpt"
     try:
         wait_until(lambda: (folder / "life.jsonl").exists() or run.poll() is not None, 120, "it does not begin")
-        found = ask(tmp_path, "gpt", "--steps=2", "--ranks=all")
-        assert found.returncode == 0, found.stderr + (tmp_path / "output.txt").read_text()
-        assert re.findall(r"^Rank (\d), steps", found.stdout, re.MULTILINE) == ["0", "1"]
-        assert "aten::" in found.stdout
+        answer = ask(tmp_path, "gpt", "--steps=2", "--ranks=all")
+        assert answer.returncode == 0, answer.stderr + (tmp_path / "output.txt").read_text()
+        assert re.findall(r"^Rank (\d), steps", answer.stdout, re.MULTILINE) == ["0", "1"]
+        assert "aten::" in answer.stdout
         assert not (folder / FILE).exists()
         assert len(list(folder.glob("profiles/*.json.gz"))) == 2
 
-        again = ask(tmp_path, "gpt", "--steps=1", "--memory")  # of rank 0
-        assert again.returncode == 0, again.stderr
-        assert again.stdout.count("Rank ") == 1
+        second = ask(tmp_path, "gpt", "--steps=1", "--memory")  # of rank 0
+        assert second.returncode == 0, second.stderr
+        assert second.stdout.count("Rank ") == 1
         assert len(list(folder.glob("profiles/*.json.gz"))) == 3
 
         (folder / FILE).write_text('{"step": 3}')  # somebody's own
@@ -118,13 +118,13 @@ def test_a_step_that_never_comes_is_told(quick):
     ranks = quick("fit", DDP, *TINY, "--trainer.max_steps=5", "--profile.step=4", "--profile.ranks=[0,7,9]")
     assert "WARNING There is no rank 7, 9 to profile, but 1 ranks." in ranks.output
     assert "Rank 0, steps 4 to 4" in ranks.output
-    more = quick("fit", DDP, *TINY, "--trainer.max_steps=3", "--profile.step=1", "--run=short")
-    assert more.code == 0
-    assert "profile.step=1 is behind: the run goes on after step 2" in more.output
+    resumed = quick("fit", DDP, *TINY, "--trainer.max_steps=3", "--profile.step=1", "--run=short")
+    assert resumed.code == 0
+    assert "profile.step=1 is behind: the run goes on after step 2" in resumed.output
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "message"),
     [
         ("step=0", "profile.step is the number of a step, from 1 on, not 0"),
         ("steps=0", "profile.steps is a number from 1 to 1000, not 0"),
@@ -132,10 +132,10 @@ def test_a_step_that_never_comes_is_told(quick):
         ("nvtx=true", "profile.nvtx names the parts of a step for Nsight Systems, which needs a GPU"),
     ],
 )
-def test_settings_that_make_no_sense(quick, setting, said):
+def test_settings_that_make_no_sense(quick, setting, message):
     run = quick("fit", DDP, *TINY, "--trainer.max_steps=2", f"--profile.{setting}", "--trainer.accelerator=cpu")
     assert run.code
-    assert said in run.output
+    assert message in run.output
     assert "Traceback" not in run.output
 
 
@@ -143,9 +143,9 @@ def test_settings_that_make_no_sense(quick, setting, said):
 def test_what_the_memory_held_when_it_ran_out(quick, tmp_path):
     run = quick("fit", DDP, *TINY, "--run=large", "--trainer.callbacks=tests.watch.plugged.TooLarge", ranks=2)
     assert run.code
-    (found,) = names(tmp_path / "lightning_logs/large")  # of the rank on which it did
-    assert found == "out-of-memory-step-000000003-rank1.txt"
-    text = (tmp_path / "lightning_logs/large/profiles" / found).read_text()
+    (name,) = names(tmp_path / "lightning_logs/large")  # of the rank on which it did
+    assert name == "out-of-memory-step-000000003-rank1.txt"
+    text = (tmp_path / "lightning_logs/large/profiles" / name).read_text()
     assert "rank 1, step 2" in text
     assert "x (123, 457) float64 on cpu" in text
     assert "DefaultCPUAllocator" in run.output
@@ -170,7 +170,7 @@ def event(name, start, end, device=False, asynchronous=False, annotation=False, 
 
 def test_a_gpu_is_judged_by_its_kernels():
     """Recorded by hand: a step of 10 ms, in which kernels take 5 ms and NCCL 3 ms, one of these alone."""
-    found = [
+    events = [
         event(RANGE + "forward", 0, 4000, annotation=True),
         event(RANGE + "backward", 4000, 10000, annotation=True),
         event(RANGE + "forward", 100, 4100, device=True, annotation=True),  # the same on the device is not counted twice
@@ -179,30 +179,30 @@ def test_a_gpu_is_judged_by_its_kernels():
         event("gemm", 5000, 7000, device=True),
         event("ncclDevKernel_AllReduce_Sum_f32", 5000, 8000, device=True),
     ]
-    said = lines(found, 1, on_gpu=True)
-    assert said[0] == "10 ms a step: backward 60%, forward 40%"
-    assert said[1] == "The GPU computes nothing for 50% of the time; the longest gap is 3 ms, in backward"
-    assert said[2] == (
+    report = lines(events, 1, on_gpu=True)
+    assert report[0] == "10 ms a step: backward 60%, forward 40%"
+    assert report[1] == "The GPU computes nothing for 50% of the time; the longest gap is 3 ms, in backward"
+    assert report[2] == (
         "Communication goes on for 3 ms a step, 67% of it beside computing; for 10% of the time nothing else goes on"
     )
-    assert [line.split()[0] for line in said[5:]] == ["conv_kernel", "ncclDevKernel_AllReduce_Sum_f32", "gemm"]
+    assert [line.split()[0] for line in report[5:]] == ["conv_kernel", "ncclDevKernel_AllReduce_Sum_f32", "gemm"]
 
 
 def test_what_comes_after_the_last_step_does_not_count():
     """A validation, say; and on a GPU the kernels of the last step come after the host, and do."""
-    found = [
+    events = [
         event(RANGE + "forward", 0, 1000, annotation=True),
         event(RANGE + "backward", 1100, 1500, annotation=True),
         event("conv_kernel", 500, 2000, device=True),
         event("gemm", 2600, 2700, device=True),  # of what follows
     ]
-    said = lines(found, 1, on_gpu=True)
-    assert said[0] == "2 ms a step: forward 50%, between steps 30%, backward 20%"
-    assert said[1] == "The GPU computes nothing for 25% of the time; the longest gap is 0.5 ms, in forward"
+    report = lines(events, 1, on_gpu=True)
+    assert report[0] == "2 ms a step: forward 50%, between steps 30%, backward 20%"
+    assert report[1] == "The GPU computes nothing for 25% of the time; the longest gap is 0.5 ms, in forward"
 
 
 def test_a_cpu_is_judged_by_its_operators():
-    found = [
+    events = [
         event(RANGE + "forward", 0, 8000, annotation=True),
         event("DistributedDataParallel.forward", 0, 8000, annotation=True),
         event("aten::linear", 0, 2000, self_time=500),
@@ -212,11 +212,11 @@ def test_a_cpu_is_judged_by_its_operators():
         event("gloo:all_reduce", 1000, 3000, asynchronous=True, annotation=True),
         event("aten::mm", 8200, 8400),  # of a validation
     ]
-    said = lines(found, 2, on_gpu=False)
-    assert said[0] == "4 ms a step: forward 100%"
-    assert said[1] == "The CPU computes nothing for 75% of the time; the longest gap is 6 ms, in forward"
-    assert said[2].startswith("Communication goes on for 1 ms a step, 50% of it beside computing; for 12% of")
-    assert [line.split() for line in said[-2:]] == [
+    report = lines(events, 2, on_gpu=False)
+    assert report[0] == "4 ms a step: forward 100%"
+    assert report[1] == "The CPU computes nothing for 75% of the time; the longest gap is 6 ms, in forward"
+    assert report[2].startswith("Communication goes on for 1 ms a step, 50% of it beside computing; for 12% of")
+    assert [line.split() for line in report[-2:]] == [
         ["Operators,", "by", "what", "they", "allocate", "MB", "a", "step"],
         ["aten::addmm", "1.500"],
     ]

@@ -79,11 +79,11 @@ def test_verdicts(caplog):
     assert windows(10, fine, fine, fine, fine) == []
     assert windows(2, fine, fine, slow, fine) == []
     assert windows(5, fine, fine, fine, fine) == []  # twice is chance
-    (said,) = windows(50, fine, fine, slow, fine)
-    assert said.startswith("Rank 2, c, is slow, and all wait for it: its own work is 2.0 times the usual rank's, because of")
-    assert "its compute (200 ms a step, usually 100), and was for 150 steps" in said
-    (said,) = windows(10, fine, fine, starved, fine)
-    assert "2.1 times the usual rank's, because of its data (110 ms a step, usually 1)" in said
+    (message,) = windows(50, fine, fine, slow, fine)
+    assert message.startswith("Rank 2, c, is slow, and all wait for it: its own work is 2.0 times the usual rank's, because of")
+    assert "its compute (200 ms a step, usually 100), and was for 150 steps" in message
+    (message,) = windows(10, fine, fine, starved, fine)
+    assert "2.1 times the usual rank's, because of its data (110 ms a step, usually 1)" in message
     assert len(windows(200, fine, fine, starved, fine)) == 2  # once in a while
     assert windows(5, fine, fine, fine, fine) == ["Rank 2, c, keeps pace again."]
     assert len(windows(5, fine, slow, fine, starved)) == 2  # half of them
