@@ -39,8 +39,8 @@ def _tree(folder: Path) -> None:
 
     def left_out(place: str, names: list[str]) -> set[str]:
         scripts = place.endswith("/bin")
-        odd = {one for one in names if one.startswith("config-") or one.endswith(".a")}
-        return odd | {one for one in names if one in _UNUSED or (scripts and not one.startswith("python"))}
+        odd = {name for name in names if name.startswith("config-") or name.endswith(".a")}
+        return odd | {name for name in names if name in _UNUSED or (scripts and not name.startswith("python"))}
 
     for name in ("bin", "lib", "lib64", "sbin"):
         (folder / "usr" / name).mkdir(parents=True)
@@ -50,12 +50,12 @@ def _tree(folder: Path) -> None:
     (folder / PACKAGES.lstrip("/")).mkdir()
     if not (python := folder / "usr/local/bin/python").exists():
         python.symlink_to(_PYTHON)
-    programs = [path for one in _PROGRAMS.split() if (path := shutil.which(one, path="/usr/bin:/bin:/usr/sbin:/sbin"))]
+    programs = [path for program in _PROGRAMS.split() if (path := shutil.which(program, path="/usr/bin:/bin:/usr/sbin:/sbin"))]
     modules = [*map(str, prefix.glob(f"lib/{_PYTHON}/lib-dynload/*.so")), str(prefix / "bin" / _PYTHON)]
     listed = subprocess.run(["ldd", *programs, *modules], capture_output=True, text=True).stdout
     shared = set(re.findall(r"(/\S+) \(0x", listed))
-    system = next(Path(one).parent for one in shared if "/libc.so" in one)
-    for file in {*programs, *shared, *(str(system / f"lib{one}") for one in _LIBRARIES)}:
+    system = next(Path(library).parent for library in shared if "/libc.so" in library)
+    for file in {*programs, *shared, *(str(system / f"lib{library}") for library in _LIBRARIES)}:
         if not Path(file).is_relative_to(prefix):
             target = folder / file.lstrip("/")
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -103,14 +103,14 @@ class Image:
         self._buildah("push", "-q", "--disable-compression", image, f"oci:{pushed}:project")
         read = lambda digest: json.loads((pushed / "blobs/sha256" / digest.removeprefix("sha256:")).read_text())  # noqa: E731
         manifest = read(json.loads((pushed / "index.json").read_text())["manifests"][0]["digest"])
-        return [(one["digest"], one["size"]) for one in manifest["layers"]]
+        return [(layer["digest"], layer["size"]) for layer in manifest["layers"]]
 
     def files(self, image: str) -> tuple[Path, dict[str, Any]]:
         """The image's files, in a folder, and its configuration: Env, User, WorkingDir, Cmd."""
         container = self._buildah("from", image).strip()
         place = Path(self._buildah("mount", container).strip())
-        found: dict[str, Any] = json.loads(self._buildah("inspect", "--type", "image", image))["OCIv1"]["config"]
-        return place, found
+        config: dict[str, Any] = json.loads(self._buildah("inspect", "--type", "image", image))["OCIv1"]["config"]
+        return place, config
 
     def close(self) -> None:
         self._buildah("rm", "--all")
@@ -125,7 +125,7 @@ class Started:
     output: Path
     process: subprocess.Popen[bytes]
 
-    def said(self) -> str:
+    def text(self) -> str:
         return self.output.read_text()
 
     def signal(self, name: str) -> None:
@@ -138,7 +138,7 @@ class Started:
         except BaseException:
             self.signal("KILL")
             raise
-        return Run(code, self.said(), self.folder)
+        return Run(code, self.text(), self.folder)
 
 
 @dataclass

@@ -129,32 +129,32 @@ class Hosts(list[Host]):
             missing(f"this machine allows no network namespaces: {made.stderr.strip()}")
         command("ip", "-n", self.switch, "link", "add", "br0", "type", "bridge")
         command("ip", "-n", self.switch, "link", "set", "br0", "up")
-        for one in self:
-            command("ip", "netns", "add", one.namespace)
-            port = f"to-{one.name}"
+        for host in self:
+            command("ip", "netns", "add", host.namespace)
+            port = f"to-{host.name}"
             link = f"link add eth0 type veth peer name {port} netns {self.switch}"
-            command("ip", "-n", one.namespace, *link.split())
+            command("ip", "-n", host.namespace, *link.split())
             command("ip", "-n", self.switch, "link", "set", port, "master", "br0", "up")
-            command("ip", "-n", one.namespace, "addr", "add", f"{one.address}/24", "dev", "eth0")
+            command("ip", "-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
             for interface in ("lo", "eth0"):
-                command("ip", "-n", one.namespace, "link", "set", interface, "up")
+                command("ip", "-n", host.namespace, "link", "set", interface, "up")
 
     def __exit__(self, *_: object) -> None:
-        for one in self:
-            one.kill()
-        for namespace in (*(one.namespace for one in self), self.switch):
+        for host in self:
+            host.kill()
+        for namespace in (*(host.namespace for host in self), self.switch):
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
 
     def unbundle(self) -> None:
         """Connections that are made from now on send packets as a wire carries them, and not 64 KiB at once."""
-        for one in self:
-            one.bundle(1)
+        for host in self:
+            host.bundle(1)
 
     def kill(self) -> None:
         """Ends all that runs on any of them, and mends what was broken."""
-        for one in self:
-            one.kill()
-            one.heal()
+        for host in self:
+            host.kill()
+            host.heal()
 
 
 def _sweep() -> None:

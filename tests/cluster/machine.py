@@ -30,7 +30,7 @@ def need(packages: str, *programs: str) -> None:
         missing("this test needs root")
     if "/usr/sbin" not in os.environ["PATH"].split(":"):
         os.environ["PATH"] += ":/usr/sbin:/sbin"
-    lacking = [one for one in programs if shutil.which(one) is None]
+    lacking = [program for program in programs if shutil.which(program) is None]
     if lacking:
         missing(f"{', '.join(lacking)} not found (apt-get install {packages})")
 
@@ -38,9 +38,9 @@ def need(packages: str, *programs: str) -> None:
 def end(pids: Callable[[], Iterable[int]], seconds: float = 10) -> None:
     """Kills processes by id, and those that they start meanwhile, until there are none."""
     deadline = time.monotonic() + seconds
-    while found := list(pids()):
-        assert time.monotonic() < deadline, f"can't end {found}"
-        for pid in found:
+    while living := list(pids()):
+        assert time.monotonic() < deadline, f"can't end {living}"
+        for pid in living:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
@@ -48,11 +48,11 @@ def end(pids: Callable[[], Iterable[int]], seconds: float = 10) -> None:
 
 def descendants(pid: int) -> list[int]:
     """A process's children, and theirs."""
-    found = []
+    children = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
-            found += [int(child) for child in task.read_text().split()]
-    return [one for child in found for one in (child, *descendants(child))]
+            children += [int(child) for child in task.read_text().split()]
+    return [process for child in children for process in (child, *descendants(child))]
 
 
 def wait_until(true: Callable[[], object], seconds: float, what: str | Callable[[], str], every: float = 0.05) -> None:

@@ -103,7 +103,7 @@ class RayHosts:
         self.hosts.__exit__()
         shutil.rmtree(self.session, ignore_errors=True)
 
-    def _said(self, index: int) -> str:
+    def _output(self, index: int) -> str:
         return (self._folder / f"raylet-{index}.txt").read_text(errors="replace")
 
     def start_node(self, index: int) -> None:
@@ -118,16 +118,16 @@ class RayHosts:
         """What Ray calls a host: its raylet was told."""
         for pid in self.hosts[index].pids():
             with suppress(OSError):  # it has ended meanwhile
-                for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-                    if word.startswith(b"--node_id="):
-                        return word.removeprefix(b"--node_id=").decode()
+                for argument in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                    if argument.startswith(b"--node_id="):
+                        return argument.removeprefix(b"--node_id=").decode()
         raise AssertionError(f"no raylet on {self.hosts[index].name}")
 
     def joined(self, *started: int) -> None:
         """Waits until these hosts are in the cluster."""
         for index in started:
             wait_until(
-                lambda index=index: "Ray runtime started" in self._said(index), LONG, lambda index=index: self._said(index)
+                lambda index=index: "Ray runtime started" in self._output(index), LONG, lambda index=index: self._output(index)
             )
 
     def lose(self, index: int) -> None:
@@ -144,8 +144,8 @@ class RayHosts:
     def drain(self, index: int, seconds: int) -> None:
         """What a cloud says of a host that it takes away in so many seconds."""
         words = ("drain-node", f"--address={ADDRESS}", f"--node-id={self.node(index)}", "--reason=DRAIN_NODE_REASON_PREEMPTION")
-        told = (*_RAY, *words, "--reason-message=taken", f"--deadline-remaining-seconds={seconds}")
-        process = self.hosts[0].start(told, subprocess.PIPE, self._folder, self.environment)
+        command = (*_RAY, *words, "--reason-message=taken", f"--deadline-remaining-seconds={seconds}")
+        process = self.hosts[0].start(command, subprocess.PIPE, self._folder, self.environment)
         assert process.wait(LONG) == 0, process.stdout.read().decode() if process.stdout else ""
 
     def start(
@@ -160,7 +160,7 @@ class RayHosts:
 
     def children(self, index: int) -> list[int]:
         """The trainings on a host: processes that were started with our command."""
-        found = []
+        trainings = []
         for pid in self.hosts[index].pids():
             try:
                 line = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -168,5 +168,5 @@ class RayHosts:
             except OSError:
                 continue
             if line[1:4] == [b"-m", b"project", b"fit"] and session:
-                found.append(pid)
-        return found
+                trainings.append(pid)
+        return trainings

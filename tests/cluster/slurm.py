@@ -138,4 +138,4 @@ class Slurm:
     def job(self, number: str) -> dict[str, str]:
         """What Slurm knows of a job: JobState, Restarts, Reason, NodeList, ..."""
         words = self.run("scontrol", "show", "job", "-o", number).split()
-        return {name: value for name, _, value in (word.partition("=") for word in words)}
+        return {name: value for name, _, value in (field.partition("=") for field in words)}

@@ -23,7 +23,7 @@ class Machine:
 
     def process(self, group: str, *mounts: str) -> None:
         (self.proc / "cgroup").write_text(group)
-        lines = ["22 1 0:21 / /proc rw,nosuid shared:5 - proc proc rw", *(one.format(self.folder) for one in mounts)]
+        lines = ["22 1 0:21 / /proc rw,nosuid shared:5 - proc proc rw", *(mount.format(self.folder) for mount in mounts)]
         (self.proc / "mountinfo").write_text("\n".join(lines) + "\n")
 
     def write(self, place: str, **files: object) -> None:

@@ -51,9 +51,9 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
 @pytest.fixture(scope="module")
 def built(image: Image, checkout: Path) -> str:
     began = time.monotonic()
-    found = image.build(checkout, "abc1234")
+    image_id = image.build(checkout, "abc1234")
     took("an image is built, without its libraries", time.monotonic() - began)
-    return found
+    return image_id
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +74,14 @@ def test_a_change_of_code_makes_a_small_layer(image, built, checkout):
     changed = image.build(checkout, "def5678")
     took("after a change of code the image is built again", time.monotonic() - began)
     before, after = image.layers(built), image.layers(changed)
-    new = [one for one in after if one not in before]
+    new = [layer for layer in after if layer not in before]
     size = sum(bytes_ for _, bytes_ in new)
     print(f"\nlayers of a change of code: {len(new)} of {len(after)}, {size / 1e6:.2f} MB, not compressed")
     assert 0 < size < 5e6
     assert len(new) == 2  # the code and what is compiled of it, and not the libraries below
     root, config = image.files(changed)
     assert (root / "app/COMMIT").read_text().startswith("def5678 ")
-    assert sorted(one.name for one in (root / "app").iterdir()) == [
+    assert sorted(path.name for path in (root / "app").iterdir()) == [
         *("COMMIT", "configs", "lightning_logs", "project", "pyproject.toml", "scripts"),
     ]
     assert not list((root / "app/lightning_logs").iterdir())
@@ -95,17 +95,17 @@ def test_the_doctor_and_two_steps_by_another_user_on_a_read_only_root(container)
     container.user, container.group = 4711, 4711
     container.env = {"PROJECT_NODE": "node-7", "PROJECT_IMAGE": "project@sha256:a"}
     bare = ("env", "-u", "USER", "-u", "LOGNAME", "-u", "HOME")
-    asked = container.run(*bare, "scripts/launch.sh", "doctor", *TRAINED, "--fast=true")
-    assert asked.code == 0, asked.output
-    assert "4f1c9a7b2d3e on node-7" in asked.output
+    doctor = container.run(*bare, "scripts/launch.sh", "doctor", *TRAINED, "--fast=true")
+    assert doctor.code == 0, doctor.output
+    assert "4f1c9a7b2d3e on node-7" in doctor.output
     logs = container.folder / "lightning_logs/it"
-    found = {one["check"]: one for one in json.loads((logs / "doctor.json").read_text())["findings"]}
-    assert found["versions"]["text"].endswith("commit abc1234, image project@sha256:a"), asked.output
-    assert found["hardware"]["text"].endswith(" 1 core(s)")
-    assert found["limits"]["figures"]["limits"][0]["/dev/shm"] <= 64 << 20
+    findings = {finding["check"]: finding for finding in json.loads((logs / "doctor.json").read_text())["findings"]}
+    assert findings["versions"]["text"].endswith("commit abc1234, image project@sha256:a"), doctor.output
+    assert findings["hardware"]["text"].endswith(" 1 core(s)")
+    assert findings["limits"]["figures"]["limits"][0]["/dev/shm"] <= 64 << 20
     run = container.run(*bare, "python", "-m", "project", "fit", *TRAINED, "--trainer.max_steps=2")
     assert run.code == 0, run.output
-    (start,) = [one for one in map(json.loads, (logs / "life.jsonl").open()) if one["event"] == "start"]
+    (start,) = [entry for entry in map(json.loads, (logs / "life.jsonl").open()) if entry["event"] == "start"]
     assert start["hosts"] == {"4f1c9a7b2d3e (on node-7)": 1}
     assert (start["commit"], start["image"]) == ("abc1234", "project@sha256:a")
     assert "WARNING" not in run.output
@@ -125,28 +125,28 @@ def test_a_container_is_told_to_stop_and_its_successor_goes_on(container):
     words = ("scripts/launch.sh", "fit", *TRAINED, "--trainer.max_epochs=30000", "--checkpoints.every_n_steps=1000")
     container.env = {"NPROC_PER_NODE": "2", "PROJECT_NODE": "node-7"}
     started = container.start(*words)
-    wait_until(lambda: "step 10" in started.said() or started.process.poll() is not None, LONG, started.said)
+    wait_until(lambda: "step 10" in started.text() or started.process.poll() is not None, LONG, started.text)
     started.signal("TERM")
     run = started.wait(LONG)
     assert run.code == 143, run.output
     assert "Stopped by SIGTERM after step" in run.output
     container.hostname = "another"
     after = int(run.output.partition("Stopped by SIGTERM after step ")[2].partition(".")[0])
-    again = container.run(*words, f"--trainer.max_steps={after + 2}")
-    assert again.code == 0, again.output
-    assert "Resumes from" in again.output
-    assert "Traceback" not in run.output + again.output
+    successor = container.run(*words, f"--trainer.max_steps={after + 2}")
+    assert successor.code == 0, successor.output
+    assert "Resumes from" in successor.output
+    assert "Traceback" not in run.output + successor.output
 
 
 APPTAINER = r"""#!/bin/sh
 # What `apptainer exec` does of what the script asks it for: these words, in the image's files, with this folder and /tmp.
-echo "$*" >> "{said}"
+echo "$*" >> "{calls}"
 [ "$1 $2 $3 $5 $4" = "exec --nv --bind --pwd $6" ] || exit 97
 place=$4; shift 7
 exec unshare --mount sh -c '
   place=$1; shift
   mkdir -p "{root}{packages}" "{root}/tmp"
-  for one in /proc /sys /dev /tmp; do mount --rbind $one "{root}$one"; done
+  for folder in /proc /sys /dev /tmp; do mount --rbind $folder "{root}$folder"; done
   mount --bind "{libraries}" "{root}{packages}"
   exec chroot "{root}" sh -c "cd \"$place\" && exec \"\$@\"" sh "$@"' sh "$place" "$@"
 """
@@ -155,19 +155,19 @@ exec unshare --mount sh -c '
 @pytest.mark.faults
 def test_a_slurm_job_in_a_container_goes_back_into_the_queue_and_on(files, slurm, image, checkout, tmp_path):
     """With a stand-in for Apptainer. In its container there is no scontrol, and no Python of this machine's."""
-    said, sif = tmp_path / "said", tmp_path / "project.sif"
+    calls, sif = tmp_path / "calls", tmp_path / "project.sif"
     sif.write_bytes(b"an image")
     stand_in = tmp_path / "bin/apptainer"
     stand_in.parent.mkdir()
-    stand_in.write_text(APPTAINER.format(said=said, root=files[0], packages=PACKAGES, libraries=image.packages))
+    stand_in.write_text(APPTAINER.format(calls=calls, root=files[0], packages=PACKAGES, libraries=image.packages))
     stand_in.chmod(0o755)
     place = tmp_path / "checkout"
     for name in ("project", "configs", "scripts"):
         shutil.copytree(checkout / name, place / name)
     settings = environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="eth0", PYTHONPATH="")
     words = ("scripts/slurm.sbatch", "--container", str(sif), *FIT[1:], "--trainer.max_epochs=400")
-    found = f"PATH={stand_in.parent}:{os.environ['PATH']}:/usr/local/bin"
-    job = slurm.run("env", found, "sbatch", "--parsable", *words, cwd=place, env=settings).split()[-1]
+    search_path = f"PATH={stand_in.parent}:{os.environ['PATH']}:/usr/local/bin"
+    job = slurm.run("env", search_path, "sbatch", "--parsable", *words, cwd=place, env=settings).split()[-1]
     log = place / f"slurm-{job}.log"
 
     why = partial(slurm.why, job, log)
@@ -175,7 +175,7 @@ def test_a_slurm_job_in_a_container_goes_back_into_the_queue_and_on(files, slurm
     def starts() -> list[dict[str, object]]:
         files = list((place / "lightning_logs").glob("*/life.jsonl"))
         lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-        return [one for one in lines if one["event"] == "start"]
+        return [entry for entry in lines if entry["event"] == "start"]
 
     def trains(number: int) -> bool:
         assert slurm.job(job)["JobState"] not in ("FAILED", "COMPLETED"), why()
@@ -188,8 +188,8 @@ def test_a_slurm_job_in_a_container_goes_back_into_the_queue_and_on(files, slurm
     slurm.run("scancel", "--full", "--signal=TERM", job)
     wait_until(lambda: slurm.job(job)["JobState"] not in ("RUNNING", "COMPLETING"), LONG, why)
     digest = hashlib.sha256(b"an image").hexdigest()
-    assert {one["image"] for one in starts()} == {f"project.sif@sha256:{digest}"}
+    assert {entry["image"] for entry in starts()} == {f"project.sif@sha256:{digest}"}
     assert "another image" not in log.read_text()
     assert "Resumes from" in log.read_text(), why()
     expected = f"exec --nv --bind {place} --pwd {place} {sif} python -m project fit {FIT[1]}"
-    assert said.read_text().count(expected) == 4  # two nodes, twice
+    assert calls.read_text().count(expected) == 4  # two nodes, twice

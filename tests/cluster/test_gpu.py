@@ -27,7 +27,7 @@ def test_without_the_library_it_is_said_what_is_missing() -> None:
 
 
 def test_a_gpu_with_errors_is_unfit_and_one_that_is_hot_is_slow() -> None:
-    found = health(
+    report = health(
         Known(
             nvmlDeviceGetTotalEccErrors=3,
             nvmlDeviceGetRemappedRows=(0, 1, 1, 0),
@@ -36,11 +36,11 @@ def test_a_gpu_with_errors_is_unfit_and_one_that_is_hot_is_slow() -> None:
             nvmlDeviceGetPowerUsage=651_000,
         )
     )
-    assert found.unfit == ["3 uncorrected ECC errors", "rows of its memory wait to be exchanged at a reset"]
-    assert found.slow == ["too hot"]
-    assert found.figures["power"] == 651
-    assert found.figures["NVLinks"] == "18 of 18"
-    assert "temperature" not in found.figures
+    assert report.unfit == ["3 uncorrected ECC errors", "rows of its memory wait to be exchanged at a reset"]
+    assert report.slow == ["too hot"]
+    assert report.figures["power"] == 651
+    assert report.figures["NVLinks"] == "18 of 18"
+    assert "temperature" not in report.figures
     silent = health(Known())
     assert (silent.figures, silent.unfit, silent.slow) == ({}, [], [])
 

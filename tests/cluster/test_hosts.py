@@ -58,7 +58,7 @@ def test_only_the_ports_between_the_hosts_are_open(hosts, tmp_path):
     """On every host the address between them; on rank 0's, torch's three stores listen on all of its addresses."""
     stranger = "--trainer.callbacks=" + json.dumps([{"class_path": "tests.strangers.Stranger"}])
     running = [launch(host, tmp_path, *FIT, stranger, "--trainer.max_epochs=1", nodes=2) for host in hosts[:2]]
-    assert [one.wait(LONG) for one in running] == [0, 0], printed(tmp_path)
+    assert [process.wait(LONG) for process in running] == [0, 0], printed(tmp_path)
     for number, host in enumerate(hosts[:2]):
         lines = [line.split()[:3] for line in (tmp_path / f"listeners-{number}.txt").read_text().splitlines()]
         assert ["udp", host.address] in [line[:2] for line in lines], "its heartbeats were seen"
@@ -78,21 +78,21 @@ def test_hosts_make_the_same_run_to_the_last_bit(hosts, tmp_path):
     assert forked(alone, *exact).code == 0
     fault = faults({"rank": 2, "step": 5})
     running = [launch(host, together, *exact, fault, "--run=it", nodes=3) for host in hosts]
-    assert all(one.wait(LONG) for one in running), printed(together)
+    assert all(process.wait(LONG) for process in running), printed(together)
     running = [launch(host, together, *exact, fault, "--run=it", nodes=2) for host in hosts[:2]]
-    assert [one.wait(LONG) for one in running] == [0, 0], printed(together)
+    assert [process.wait(LONG) for process in running] == [0, 0], printed(together)
     assert "2 hosts x 1 process" in (together / "h1.txt").read_text()
-    ours, theirs = (
+    actual, expected = (
         torch.load(max(folder.glob("lightning_logs/*/checkpoints/*.ckpt")), weights_only=True) for folder in (together, alone)
     )
     for part in ("state_dict", "optimizer_states", "exact_grids"):
-        assert same(ours[part], theirs[part]), part
+        assert same(actual[part], expected[part]), part
 
 
 def test_a_rank_that_is_killed_is_replaced_by_its_supervisor(alone, hosts, tmp_path):
     """Three hosts: their agents see no worker end, and the supervisors meet by the network."""
     running = [launch(host, tmp_path, *FIT, *RECOVER, nodes=3) for host in hosts]
-    assert [one.wait(LONG) for one in running] == [0, 0, 0], printed(tmp_path)
+    assert [process.wait(LONG) for process in running] == [0, 0, 0], printed(tmp_path)
     assert (tmp_path / "h1.txt").read_text().count("All ranks resume (restart") == 2, printed(tmp_path)
     assert "Rank 1 on h2 was killed by signal 9. All ranks resume (restart 1 of 3)." in (tmp_path / "h1.txt").read_text()
     assert "Resumes from /dev/shm/samerun-state-" in (tmp_path / "h1.txt").read_text()
@@ -131,7 +131,7 @@ def test_a_host_is_lost_and_comes_back(alone, hosts, tmp_path, supervised):
     are(3, times=2)
     took("it is started again: three train after", time.monotonic() - back)
     (tmp_path / "hurry").touch()
-    assert [one.wait(LONG) for one in running] == [0, 0, 0], printed(tmp_path)
+    assert [process.wait(LONG) for process in running] == [0, 0, 0], printed(tmp_path)
     assert_same_curve(tmp_path, alone)
 
 
@@ -157,7 +157,7 @@ def test_supervisors_resume_without_a_host_that_is_silent(hosts, tmp_path):
 def test_a_host_that_loses_ranks_again_and_again_is_left_out(alone, hosts, tmp_path):
     """Of the store's host, h1, and of h3: the one that the run can do without. It may come back when it works."""
     killed = faults({"rank": 2, "step": 7}, {"rank": 2, "step": 20})
-    chosen = [json.loads(word.partition("=")[2]) for word in (slowly(0.05, crawl_from=25), killed)]
+    chosen = [json.loads(argument.partition("=")[2]) for argument in (slowly(0.05, crawl_from=25), killed)]
     callbacks = f"--trainer.callbacks={json.dumps([*chosen[0], *chosen[1]])}"
     words = (*FIT, callbacks, "--run=it", "--recover.restarts=5", "--recover.strikes=2", "--recover.every_n_steps=2")
     running = [launch(host, tmp_path, *words, nodes="2:3") for host in hosts]
@@ -178,7 +178,7 @@ def test_a_host_that_loses_ranks_again_and_again_is_left_out(alone, hosts, tmp_p
     running[2] = launch(hosts[2], tmp_path, *words, nodes="2:3", checked=True)
     wait_until(lambda: speaker.read_text().count("3 hosts x 1 process") == 3, LONG, lambda: printed(tmp_path))
     (tmp_path / "hurry").touch()
-    assert [one.wait(LONG) for one in running] == [0, 0, 0], printed(tmp_path)
+    assert [process.wait(LONG) for process in running] == [0, 0, 0], printed(tmp_path)
     assert_same_curve(tmp_path, alone)
 
 
@@ -194,13 +194,13 @@ def test_a_host_that_is_cut_off_from_torchruns_store_does_not_resume_alone(hosts
     assert "resumes without" not in speaker.read_text()
     wait_until(lambda: "2 hosts x 1 process" in (tmp_path / "h2.txt").read_text(), LONG, lambda: printed(tmp_path))
     (tmp_path / "hurry").touch()
-    assert [one.wait(LONG) for one in running[1:]] == [0, 0], printed(tmp_path)
+    assert [process.wait(LONG) for process in running[1:]] == [0, 0], printed(tmp_path)
 
 
 @pytest.mark.faults
 def test_a_run_that_is_down_to_one_host_still_replaces_its_rank(alone, hosts, tmp_path):
     killed = faults({"rank": 0, "step": 40})
-    chosen = [json.loads(word.partition("=")[2]) for word in (slowly(0.05, crawl_from=25), killed)]
+    chosen = [json.loads(argument.partition("=")[2]) for argument in (slowly(0.05, crawl_from=25), killed)]
     callbacks = f"--trainer.callbacks={json.dumps([*chosen[0], *chosen[1]])}"
     words = (*FIT, callbacks, "--recover.restarts=3", "--recover.every_n_steps=2")
     running = [launch(host, tmp_path, *words, nodes="1:2") for host in hosts[:2]]
@@ -221,12 +221,12 @@ def test_a_slow_host_is_named_in_the_log_in_tensorboard_and_in_the_report(hosts,
     chosen[-1]["init_args"] = {"every_n_steps": 5}
     words = (*FIT, f"--trainer.callbacks={json.dumps(chosen)}", "--run=it", "--trainer.max_epochs=5")
     running = [launch(host, tmp_path, *words, nodes=2) for host in hosts[:2]]
-    assert [one.wait(LONG) for one in running] == [0, 0], printed(tmp_path)
+    assert [process.wait(LONG) for process in running] == [0, 0], printed(tmp_path)
     assert re.search(r"Rank 1, h2, is slow.* because of its compute", (tmp_path / "h1.txt").read_text()), printed(tmp_path)
     run = Run(0, "", tmp_path)
     fast, slow = (run.curve(f"ranks/compute_ms/{name}") for name in ("0.h1", "1.h2"))
     assert fast.keys() == slow.keys()
-    assert all(slow[one] > fast[one] for one in slow)
+    assert all(slow[number] > fast[number] for number in slow)
     assert min(slow.values()) > 20 * 3  # micro-batches in a step of a rank
     report = (tmp_path / "lightning_logs/it/report.html").read_text()
     assert "rank 1, h2" in report
@@ -248,7 +248,7 @@ def test_clocks_that_are_wrong_and_jump(alone, hosts, tmp_path, nodes):
         clock.jump(seconds)
     wait_until(lambda: step(tmp_path) >= 26, LONG, lambda: printed(tmp_path))
     (tmp_path / "hurry").touch()
-    assert [one.wait(LONG) for one in running] == [0, 0], printed(tmp_path)
+    assert [process.wait(LONG) for process in running] == [0, 0], printed(tmp_path)
     assert "Resumes from" not in printed(tmp_path)  # nobody was taken for dead
     assert "2 hosts x 1 process" in printed(tmp_path)
     assert_same_curve(tmp_path, alone)
@@ -267,9 +267,9 @@ def test_a_killed_agent_takes_its_workers_along_and_the_others_end(hosts, tmp_pa
     took("a torchrun agent is killed: its worker has ended after", time.monotonic() - struck)
     wait_until(lambda: not hosts[1 - victim].pids(), 30, lambda: f"{hosts[1 - victim].pids()} are left\n{printed(tmp_path)}")
     took("and the other host's torchrun, too, after", time.monotonic() - struck)
-    assert all(one.wait() not in (0, None) for one in running)
-    said = (tmp_path / f"h{2 - victim}.txt").read_text()
-    assert f"lost another rank: torchrun's agent on h{victim + 1} was killed, and its ranks with it." in said, printed(tmp_path)
+    assert all(process.wait() not in (0, None) for process in running)
+    text = (tmp_path / f"h{2 - victim}.txt").read_text()
+    assert f"lost another rank: torchrun's agent on h{victim + 1} was killed, and its ranks with it." in text, printed(tmp_path)
 
 
 @pytest.mark.faults
@@ -286,7 +286,7 @@ def test_a_stopped_agent_is_named_and_holds_nobody_up(hosts, tmp_path, victim):
     saved = tmp_path / "lightning_logs/ddp-it/checkpoints" / f"step-{STEPS:09}.ckpt"
     wait_until(saved.exists, LONG, lambda: printed(tmp_path))
     finished = time.monotonic()
-    assert [one.wait(60) for one in running] == [0, 0], printed(tmp_path)
+    assert [process.wait(60) for process in running] == [0, 0], printed(tmp_path)
     took("an agent is stopped, and the training is over: both torchruns have ended after", time.monotonic() - finished)
     assert f"{name}, and the other hosts would wait for it: it is continued" in printed(tmp_path)
 
@@ -300,25 +300,25 @@ def test_packets_begin_to_get_lost_in_mid_training(hosts, tmp_path):
     wait_until(lambda: step(tmp_path) >= 5, LONG, lambda: printed(tmp_path))
     hosts[1].swallow(600)
     struck = time.monotonic()
-    assert all(one.wait(120) for one in running)
+    assert all(process.wait(120) for process in running)
     took("packets over 600 bytes get lost in training: both torchruns have ended after", time.monotonic() - struck)
     for host in ("h1", "h2"):
-        said = (tmp_path / f"{host}.txt").read_text()
-        assert "Packets of 1,500 bytes get lost between h1 and h2, and short ones do not" in said
-        assert "the MTU is wrong" in said
+        text = (tmp_path / f"{host}.txt").read_text()
+        assert "Packets of 1,500 bytes get lost between h1 and h2, and short ones do not" in text
+        assert "the MTU is wrong" in text
 
 
 @pytest.mark.faults
 def test_a_rank_that_is_killed_for_memory_is_named_on_the_other_hosts(hosts, tmp_path, cgroup):
     """Rank 1 of three, on h2, which is given less memory than it needs."""
     broken = ("train=tests.probes.Faulty", "train.on=1", "train.how=hog", "val=tests.probes.Faulty")
-    words = [f"--data.source.{one}" for one in broken] + ["--data.source.num_classes=10", "--data.num_workers=0"]
+    words = [f"--data.source.{setting}" for setting in broken] + ["--data.source.num_classes=10", "--data.num_workers=0"]
     words += ["--trainer.callbacks=tests.probes.Cramped", "--trainer.callbacks.rank=1"]
-    fit = [one for one in FIT if "init_args" not in one or "network" in one]
+    fit = [argument for argument in FIT if "init_args" not in argument or "network" in argument]
     fit.insert(2, "--data.source=project.data.Datasets")
     running = [launch(host, tmp_path, *fit, *words, nodes=3) for host in hosts]
-    assert all(one.wait(LONG) != 0 for one in running)
+    assert all(process.wait(LONG) != 0 for process in running)
     took("a rank is killed for memory: torchrun has ended on three hosts after", since_struck(tmp_path))
     for host in hosts:
-        said = (tmp_path / f"{host.name}.txt").read_text()
-        assert "rank 1 on h2 was killed by signal 9, and its cgroup reports an OOM kill (seen last: " in said, printed(tmp_path)
+        text = (tmp_path / f"{host.name}.txt").read_text()
+        assert "rank 1 on h2 was killed by signal 9, and its cgroup reports an OOM kill (seen last: " in text, printed(tmp_path)

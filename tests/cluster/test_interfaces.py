@@ -16,14 +16,14 @@ ASK = [sys.executable, "-m", "project.cluster.interfaces"]
     [("h2", "10.77.0.1 0"), ("10.77.0.2", "10.77.0.1 0"), ("h1", "10.77.0.1 1"), ("127.0.0.1", "127.0.0.1 1")],
 )
 def test_a_host_knows_its_address(hosts, tmp_path, whom, answer):
-    asked = hosts[0].start([*ASK, whom], subprocess.PIPE, tmp_path, environment())
-    assert asked.communicate(timeout=30)[0].decode().strip() == answer
+    process = hosts[0].start([*ASK, whom], subprocess.PIPE, tmp_path, environment())
+    assert process.communicate(timeout=30)[0].decode().strip() == answer
 
 
 def test_debians_127_0_1_1_is_not_given_to_others(hosts, tmp_path):
     host = hosts[0].named_by_debian()
-    asked = host.start([*ASK, "h1"], subprocess.PIPE, tmp_path, environment())
-    assert asked.communicate(timeout=30)[0].decode().strip() == "10.77.0.1 1"
+    process = host.start([*ASK, "h1"], subprocess.PIPE, tmp_path, environment())
+    assert process.communicate(timeout=30)[0].decode().strip() == "10.77.0.1 1"
 
 
 def test_without_another_host_it_is_the_loopback():

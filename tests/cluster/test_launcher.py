@@ -64,14 +64,14 @@ def test_workers_that_are_started_again_keep_their_run_when_the_clock_was_set(tm
     attempts = [tmp_path / f"none_x/attempt_{number}/0" for number in (0, 1)]
     for folder in attempts:
         folder.mkdir(parents=True)
-    first, again = (
+    first, restarted = (
         {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", "RANK": "0", "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
         for folder in attempts
     )
     name, began = detect(first).name, process_started(os.getppid())
     monkeypatch.setattr(launcher, "process_started", lambda pid: began + 3600)
     assert name == f"{datetime.fromtimestamp(began):%Y%m%d-%H%M%S}"
-    assert detect(again).name == name
+    assert detect(restarted).name == name
 
 
 def test_the_launcher_has_its_way_and_says_so():

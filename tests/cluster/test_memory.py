@@ -28,9 +28,9 @@ print([faults() for _ in range(12)][-1], held() - before)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
 def test_freed_memory_stays():
-    found = {}
-    for word in ("keep", "small", "no"):
-        done = subprocess.run([sys.executable, "-c", PROGRAM, word], env=environment(), capture_output=True, check=True)
-        found[word] = [int(one) for one in done.stdout.split()]
-    assert found["keep"][0] < 100 < 5000 < found["no"][0]  # of 23,552 pages
-    assert found["small"][1] < 1500 < 20_000 < found["keep"][1]
+    results = {}
+    for mode in ("keep", "small", "no"):
+        done = subprocess.run([sys.executable, "-c", PROGRAM, mode], env=environment(), capture_output=True, check=True)
+        results[mode] = [int(number) for number in done.stdout.split()]
+    assert results["keep"][0] < 100 < 5000 < results["no"][0]  # of 23,552 pages
+    assert results["small"][1] < 1500 < 20_000 < results["keep"][1]

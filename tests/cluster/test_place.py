@@ -18,12 +18,12 @@ HOST = socket.gethostname()
 
 def test_a_container_s_host_says_its_node():
     assert place.host({}) == place.host({"PROJECT_NODE": HOST}) == HOST
-    said = place.host({"PROJECT_NODE": "node-7"})
-    assert said == f"{HOST} (on node-7)"
-    assert (place.short(said), place.node_of(said)) == (HOST, "node-7")
+    host = place.host({"PROJECT_NODE": "node-7"})
+    assert host == f"{HOST} (on node-7)"
+    assert (place.short(host), place.node_of(host)) == (HOST, "node-7")
     assert (place.short("h1#2"), place.node_of("h1#2")) == ("h1#2", "h1#2")
-    again = _apart([["train-1 (on n)", "boot a"], ["train-1 (on n)", "boot b"]])[1]
-    assert (again, place.node_of(again)) == ("train-1 (on n)#2", "n")
+    numbered = _apart([["train-1 (on n)", "boot a"], ["train-1 (on n)", "boot b"]])[1]
+    assert (numbered, place.node_of(numbered)) == ("train-1 (on n)#2", "n")
 
 
 def test_two_pods_of_a_node_are_two_hosts_and_a_figure_has_the_short_name():
@@ -44,7 +44,7 @@ def test_two_pods_of_a_node_are_two_hosts_and_a_figure_has_the_short_name():
 )
 def test_rank_0_stays_on_its_machine(tmp_path, before, now, fine):
     (tmp_path / ".rank-0").write_text(before)
-    problem = moved(tmp_path, 0, [now], lambda mine: [mine])
+    problem = moved(tmp_path, 0, [now], lambda value: [value])
     assert (problem is None) == fine, problem
     assert fine or problem[0].startswith(f"Only {before} has this run's folder")
 
@@ -52,12 +52,12 @@ def test_rank_0_stays_on_its_machine(tmp_path, before, now, fine):
 def test_a_checkpoint_that_one_host_does_not_see_or_has_otherwise(tmp_path):
     hosts, path = ["h1", "h2", "h3"], tmp_path / "step-1.ckpt"
     path.write_bytes(b"weights")
-    assert file_problem(path, hosts, lambda mine: [mine, mine, mine]) is None
-    assert file_problem(path, hosts, lambda mine: [mine, mine, None]).startswith("rank 2 on h3 can't see")
-    ours = []
-    file_problem(path, hosts, lambda mine: ours.append(mine) or [mine])
+    assert file_problem(path, hosts, lambda fingerprint: [fingerprint, fingerprint, fingerprint]) is None
+    assert file_problem(path, hosts, lambda fingerprint: [fingerprint, fingerprint, None]).startswith("rank 2 on h3 can't see")
+    fingerprints = []
+    file_problem(path, hosts, lambda fingerprint: fingerprints.append(fingerprint) or [fingerprint])
     path.write_bytes(b"another")
-    assert "rank 1 on h2" in file_problem(path, hosts, lambda mine: [mine, *ours, mine])
+    assert "rank 1 on h2" in file_problem(path, hosts, lambda fingerprint: [fingerprint, *fingerprints, fingerprint])
 
 
 def test_ranks_on_different_images_differ_by_name():
@@ -87,14 +87,14 @@ def test_a_run_says_its_image_and_that_it_goes_on_with_another(quick, tmp_path):
     first = quick(*words, "--trainer.max_steps=1", PROJECT_IMAGE="project@sha256:a")
     assert first.code == 0, first.output
     folder = tmp_path / "lightning_logs/it"
-    (start,) = [one for one in map(json.loads, (folder / "life.jsonl").open()) if one["event"] == "start"]
+    (start,) = [entry for entry in map(json.loads, (folder / "life.jsonl").open()) if entry["event"] == "start"]
     assert start["image"] == "project@sha256:a"
     assert "project@sha256:a" in (folder / "report.html").read_text()
     assert json.loads(next(folder.glob("checkpoints/*.json")).read_text())["image"] == "project@sha256:a"
-    again = quick(*words, "--trainer.max_steps=2", PROJECT_IMAGE="project@sha256:a")
-    assert again.code == 0, again.output
-    assert "another image" not in again.output
-    assert "another commit" not in again.output
-    other = quick(*words, "--trainer.max_steps=3")
-    assert other.code == 0, other.output
-    assert other.output.count("continues with another image: project@sha256:a -> none") == 1
+    resumed = quick(*words, "--trainer.max_steps=2", PROJECT_IMAGE="project@sha256:a")
+    assert resumed.code == 0, resumed.output
+    assert "another image" not in resumed.output
+    assert "another commit" not in resumed.output
+    changed = quick(*words, "--trainer.max_steps=3")
+    assert changed.code == 0, changed.output
+    assert changed.output.count("continues with another image: project@sha256:a -> none") == 1

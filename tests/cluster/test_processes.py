@@ -41,18 +41,18 @@ def test_two_processes_make_the_same_run_as_one(alone, cli, launcher):
     assert "1 host x 2 processes x micro-batch 8 x accumulation 2 = global batch 32" in run.output
     assert run.output.count("global batch") == 1  # nothing is printed by every rank
 
-    (one,), both = records(alone.folder, 1), records(run.folder, 2)
-    for step, samples in one["steps"].items():
-        assert Counter(samples) == Counter(both[0]["steps"][step] + both[1]["steps"][step])
-    assert [len(samples) for samples in one["steps"].values()] == [32] * 7 + [26] + [32] * 7 + [26]
+    (reference,), ranks = records(alone.folder, 1), records(run.folder, 2)
+    for step, samples in reference["steps"].items():
+        assert Counter(samples) == Counter(ranks[0]["steps"][step] + ranks[1]["steps"][step])
+    assert [len(samples) for samples in reference["steps"].values()] == [32] * 7 + [26] + [32] * 7 + [26]
 
     # Each validation counts every sample once, though 101 is odd.
-    assert Counter(one["evaluated"]) == Counter(both[0]["evaluated"]) + Counter(both[1]["evaluated"])
-    assert set(one["evaluated"].values()) == {2}
-    assert len(one["evaluated"]) == 101
+    assert Counter(reference["evaluated"]) == Counter(ranks[0]["evaluated"]) + Counter(ranks[1]["evaluated"])
+    assert set(reference["evaluated"].values()) == {2}
+    assert len(reference["evaluated"]) == 101
 
     # Gradients travel once a step: not in the micro-batches that only accumulate.
-    for record in both:
+    for record in ranks:
         assert [count > 0 for count in record["reductions"]] == [False, True] * 16
 
     # Gloo's have ended before Python does: one that outlives it may abort the process (pytorch#190489).
@@ -60,9 +60,9 @@ def test_two_processes_make_the_same_run_as_one(alone, cli, launcher):
     threads = [file.read_text() for file in run.folder.glob("threads-*.txt")]
     assert not any("gloo" in names for names in threads)
 
-    losses, same = alone.curve("train/loss"), run.curve("train/loss")
-    assert same.keys() == losses.keys() == set(range(1, 17))
-    assert max(abs(losses[step] - same[step]) for step in losses) < 1e-4
+    expected, losses = alone.curve("train/loss"), run.curve("train/loss")
+    assert losses.keys() == expected.keys() == set(range(1, 17))
+    assert max(abs(expected[step] - losses[step]) for step in expected) < 1e-4
     assert alone.curve("train/lr") == run.curve("train/lr")
 
 

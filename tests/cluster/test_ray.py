@@ -51,17 +51,17 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, float
 def weights(folder: Path, run: str = "it") -> dict[str, torch.Tensor]:
     """Of the newest checkpoint of a run."""
     newest = max((folder / "lightning_logs" / run / "checkpoints").glob("step-*.ckpt"))
-    found: dict[str, torch.Tensor] = torch.load(newest, weights_only=True)["state_dict"]
-    return found
+    state: dict[str, torch.Tensor] = torch.load(newest, weights_only=True)["state_dict"]
+    return state
 
 
 def assert_same(folder: Path, two_ranks: tuple[dict[int, float], dict[str, torch.Tensor]]) -> None:
     """One curve, and the same weights to the last bit."""
     curve, expected = two_ranks
     assert_same_curve(folder, curve)
-    found = weights(folder)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], one) for name, one in expected.items())
+    actual = weights(folder)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
 def comes_to(folder: Path, number: int, driver: object) -> None:
@@ -232,7 +232,7 @@ def test_a_search_with_a_trial_that_is_killed(cluster, tmp_path):
     assert driver.code() == 0, driver.output()
     assert "Resumes from" in (tmp_path / "lightning_logs/it-2/log.txt").read_text()
     ends = [f"it-{number}  ends after step" for number in (1, 2, 3)]
-    assert all(driver.output().count(one) == 1 for one in ends), driver.output()
+    assert all(driver.output().count(line) == 1 for line in ends), driver.output()
     assert driver.output().count("it-2  step 20  val/loss") == 1  # also where it is read again
     assert driver.output().count("best        it-2: val/loss") == 1
     assert Path(driver.output().rpartition("checkpoint  ")[2].strip()).is_file()

@@ -42,11 +42,11 @@ def test_all_come(node):
 
 def test_who_is_missing_is_named_once(node):
     port = find_free_network_port()
-    first, other = ends(node(port, 0, nodes=3), node(port, 1, nodes=3))
+    first, second = ends(node(port, 0, nodes=3), node(port, 1, nodes=3))
     assert first[0] == 1
     assert f"2 of 3 nodes have come to 127.0.0.1:{port}" in first[1]
     assert "Missing: node 2." in first[1]
-    assert other == (1, "")
+    assert second == (1, "")
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,12 @@ def test_who_is_missing_is_named_once(node):
 )
 def test_what_does_not_fit_together_is_said_once(node, changed, words):
     port = find_free_network_port()
-    found = ends(node(port, 0), node(port, **{"rank": 1, **changed}))
-    said = [output for _, output in found if output]
-    assert len(said) == 1
-    assert words.format(host=socket.gethostname()) in said[0]
-    assert "HINT" in said[0]
-    assert 1 in [code for code, _ in found]
+    results = ends(node(port, 0), node(port, **{"rank": 1, **changed}))
+    outputs = [output for _, output in results if output]
+    assert len(outputs) == 1
+    assert words.format(host=socket.gethostname()) in outputs[0]
+    assert "HINT" in outputs[0]
+    assert 1 in [code for code, _ in results]
 
 
 def test_a_port_that_is_taken(node):
@@ -76,10 +76,10 @@ def test_a_port_that_is_taken(node):
 
 def test_a_number_that_comes_twice(node):
     port = find_free_network_port()
-    found = ends(node(port, 0, nodes=3), node(port, 1, nodes=3), node(port, 1, nodes=3))
-    assert [code for code, _ in found] == [1, 1, 1]
-    assert "Node 1 has come twice" in found[0][1]
-    assert found[1][1] == found[2][1] == ""
+    results = ends(node(port, 0, nodes=3), node(port, 1, nodes=3), node(port, 1, nodes=3))
+    assert [code for code, _ in results] == [1, 1, 1]
+    assert "Node 1 has come twice" in results[0][1]
+    assert results[1][1] == results[2][1] == ""
 
 
 @pytest.mark.parametrize(

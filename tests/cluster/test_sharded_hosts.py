@@ -30,7 +30,7 @@ def test_two_hosts_of_two_ranks_have_the_weights_of_one_process(hosts, tmp_path,
     (folder := tmp_path / shard).mkdir()
     done = forked(alone, *RUNS["gpt"], *FLOAT64)
     assert done.code == 0, done.output
-    words = [word for word in RUNS["gpt"] if not word.startswith("--trainer.devices")]
+    words = [argument for argument in RUNS["gpt"] if not argument.startswith("--trainer.devices")]
     words += [*FLOAT64, sharded(shard=shard), "--trainer.devices=2", *RECOVER]
     words += [f"--trainer.callbacks+={json.dumps(KILLS)}"]
     running = [launch(host, folder, *words, nodes=2, NPROC_PER_NODE="2") for host in hosts[:2]]
@@ -39,10 +39,10 @@ def test_two_hosts_of_two_ranks_have_the_weights_of_one_process(hosts, tmp_path,
     output = (folder / "h1.txt").read_text()
     assert output.count("2 hosts x 2 processes") == 3
     assert output.count("Resumes from /dev/shm/samerun-state-") == 2
-    ours, theirs = weights(folder), weights(alone)
-    assert ours["spread"]
-    assert not theirs["spread"]
-    difference = furthest(ours["module"], theirs["module"])
+    actual, expected = weights(folder), weights(alone)
+    assert actual["spread"]
+    assert not expected["spread"]
+    difference = furthest(actual["module"], expected["module"])
     print(f"shard={shard}: the weights differ from one process's by {difference:.1e}")
     assert difference < 1e-12
 
@@ -55,7 +55,7 @@ def test_a_lost_hosts_shards_are_in_the_memory_of_the_next(hosts, tmp_path, lost
     alone, together = tmp_path / "alone", tmp_path / "together"
     alone.mkdir()
     together.mkdir()
-    words = [word for word in RUNS["regression"] if not word.startswith("--trainer.devices")]
+    words = [argument for argument in RUNS["regression"] if not argument.startswith("--trainer.devices")]
     words += [EXACT, "--data.init_args.size=700", "--checkpoints.every_n_steps=500"]
     done = forked(alone, *words, "--trainer.devices=1", f"--trainer.callbacks={json.dumps([GATHER])}")
     assert done.code == 0, done.output
@@ -65,8 +65,8 @@ def test_a_lost_hosts_shards_are_in_the_memory_of_the_next(hosts, tmp_path, lost
     wait_until(lambda: step(together) >= 15, LONG, lambda: printed(together))
     for host in hosts[3 - lost :]:
         host.kill()
-    again = "The run resumes without" if lost == 1 else "All ranks resume (restart"
-    wait_until(lambda: again in (together / "h1.txt").read_text(), LONG, lambda: printed(together))
+    line = "The run resumes without" if lost == 1 else "All ranks resume (restart"
+    wait_until(lambda: line in (together / "h1.txt").read_text(), LONG, lambda: printed(together))
     (together / "hurry").touch()
     assert [each.wait(LONG) for each in running[: 3 - lost]] == [0] * (3 - lost), printed(together)
     speaker = (together / "h1.txt").read_text()
@@ -74,8 +74,8 @@ def test_a_lost_hosts_shards_are_in_the_memory_of_the_next(hosts, tmp_path, lost
     assert speaker.count("Resumes from /dev/shm/samerun-state-") >= 1
     assert speaker.count("is not complete: no host has the part of rank(s)") == lost - 1
     assert speaker.count("All ranks resume (restart") == lost - 1
-    ours, theirs = weights(together), weights(alone)
-    assert ours.pop("spread") is (lost == 1)
-    assert not theirs.pop("spread")
-    assert same(ours, theirs)
+    actual, expected = weights(together), weights(alone)
+    assert actual.pop("spread") is (lost == 1)
+    assert not expected.pop("spread")
+    assert same(actual, expected)
     assert curves(together) == curves(alone)

@@ -115,11 +115,11 @@ def test_a_heterogeneous_job_is_refused_and_one_of_its_components_trains(alone, 
         f"srun --het-group=1 env -u SLURM_HET_SIZE {program} > one.txt 2>&1\necho $? >> one.txt\n"
     )
     job = slurm.submit("--wait", str(script), cwd=tmp_path, env=settings())
-    refused, one = (tmp_path / "all.txt").read_text(), (tmp_path / "one.txt").read_text()
+    refused, trained = (tmp_path / "all.txt").read_text(), (tmp_path / "one.txt").read_text()
     assert refused.count(f"Slurm job {job} is a heterogeneous job of 2 components (n1; n[2-3])") == 1, refused
     assert refused.endswith("\n2\n")
     assert "Traceback" not in refused
-    assert "2 hosts x 1 process x micro-batch 4 x accumulation 3" in one, one
+    assert "2 hosts x 1 process x micro-batch 4 x accumulation 3" in trained, trained
     assert_same_curve(tmp_path, alone)
 
 
@@ -132,8 +132,8 @@ def test_a_job_array_trains_a_sweep_and_a_task_that_is_put_back_goes_on_with_its
     job = slurm.submit(*array, *words, slowly(0.2), cwd=tmp_path, env=settings())
 
     def why() -> str:
-        said = "".join(file.read_text() for file in tmp_path.glob("?.log"))
-        return f"{[slurm.job(f'{job}_{task}') for task in (1, 2)]}\n{said}\n{slurm.logs()}"
+        output = "".join(file.read_text() for file in tmp_path.glob("?.log"))
+        return f"{[slurm.job(f'{job}_{task}') for task in (1, 2)]}\n{output}\n{slurm.logs()}"
 
     first, second = (tmp_path / f"lightning_logs/ddp-{job}_{task}" for task in (1, 2))
     wait_until(lambda: all([*run.glob("checkpoints/step-*.ckpt")] for run in (first, second)), LONG, why)

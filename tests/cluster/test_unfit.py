@@ -36,10 +36,10 @@ def start(host, folder, *words, nodes, master="h1", **extra):
 
 
 def results(running, folder, seconds=LONG):
-    codes = [one.wait(seconds) for one in running]
+    codes = [process.wait(seconds) for process in running]
     report = folder / "lightning_logs/it/doctor.json"
-    found = json.loads(report.read_text())["findings"] if report.exists() else []
-    return codes, {one["check"]: one for one in found}
+    findings = json.loads(report.read_text())["findings"] if report.exists() else []
+    return codes, {finding["check"]: finding for finding in findings}
 
 
 def on(hosts, folder, *words):
@@ -55,7 +55,7 @@ def another_torch(folder: Path) -> str:
     return os.pathsep.join([str(shim), environment()["PYTHONPATH"]])
 
 
-def said(folder: Path, host: str) -> str:
+def log(folder: Path, host: str) -> str:
     return (folder / f"{host}.txt").read_text()
 
 
@@ -87,19 +87,19 @@ def test_other_versions_other_words_and_other_data_are_named(hosts, tmp_path):
             *(tmp_path, *words), nodes=3, PYTHONPATH=path,
         ),
     ]  # fmt: skip
-    codes, found = results(running, tmp_path)
-    assert codes == [1, 1, 1], said(tmp_path, "h1")
-    assert "rank 1 on h2: trainer.max_epochs 7, elsewhere" in found["versions"]["text"]
-    assert "rank 2 on h3: torch 2.0.9, elsewhere" in found["versions"]["text"]
-    assert found["versions"]["where"] == [{"rank": 1, "host": "h2"}, {"rank": 2, "host": "h3"}]
-    assert found["data"]["text"].startswith("rank 2 on h3: data 18 train")
-    assert found["data"]["where"] == [{"rank": 2, "host": "h3"}]
-    assert found["run's folder"]["text"].startswith("rank 2 on h3 can't see what rank 0 on h1 writes to the run's folder")
-    assert found["run's folder"]["where"] == [{"rank": 2, "host": "h3"}]
-    assert re.search(r"rank 1 on h2: its clock is \+(3600|3599)\.\d s off", found["clocks"]["text"])
-    assert found["clocks"]["verdict"] == "warning"
-    assert "│ versions" in said(tmp_path, "h1")
-    assert said(tmp_path, "h2") == said(tmp_path, "h3") == ""
+    codes, findings = results(running, tmp_path)
+    assert codes == [1, 1, 1], log(tmp_path, "h1")
+    assert "rank 1 on h2: trainer.max_epochs 7, elsewhere" in findings["versions"]["text"]
+    assert "rank 2 on h3: torch 2.0.9, elsewhere" in findings["versions"]["text"]
+    assert findings["versions"]["where"] == [{"rank": 1, "host": "h2"}, {"rank": 2, "host": "h3"}]
+    assert findings["data"]["text"].startswith("rank 2 on h3: data 18 train")
+    assert findings["data"]["where"] == [{"rank": 2, "host": "h3"}]
+    assert findings["run's folder"]["text"].startswith("rank 2 on h3 can't see what rank 0 on h1 writes to the run's folder")
+    assert findings["run's folder"]["where"] == [{"rank": 2, "host": "h3"}]
+    assert re.search(r"rank 1 on h2: its clock is \+(3600|3599)\.\d s off", findings["clocks"]["text"])
+    assert findings["clocks"]["verdict"] == "warning"
+    assert "│ versions" in log(tmp_path, "h1")
+    assert log(tmp_path, "h2") == log(tmp_path, "h3") == ""
 
 
 def test_a_fit_of_ranks_that_differ_does_not_start(hosts, tmp_path):
@@ -114,15 +114,15 @@ def test_a_fit_of_ranks_that_differ_does_not_start(hosts, tmp_path):
         start(apart, tmp_path, *words, nodes=3, PYTHONPATH=another_torch(tmp_path)),
     ]
     codes, _ = results(running, tmp_path)
-    assert codes == [1, 1, 1], said(tmp_path, "h1")
-    assert "rank 2 on h3 can't see what rank 0 on h1 writes to the run's folder" in said(tmp_path, "h1")
-    assert "trainer.shared_folder=false" in said(tmp_path, "h1")
+    assert codes == [1, 1, 1], log(tmp_path, "h1")
+    assert "rank 2 on h3 can't see what rank 0 on h1 writes to the run's folder" in log(tmp_path, "h1")
+    assert "trainer.shared_folder=false" in log(tmp_path, "h1")
     assert not list((tmp_path / "lightning_logs/it").glob(".seen*"))
-    assert "rank 1 on h2: trainer.max_epochs 7, elsewhere" in said(tmp_path, "h1")
-    assert "rank 2 on h3: torch 2.0.9, elsewhere" in said(tmp_path, "h1")
-    assert "HINT" in said(tmp_path, "h1")
-    assert "global batch" not in said(tmp_path, "h1")
-    assert said(tmp_path, "h2") == said(tmp_path, "h3") == ""
+    assert "rank 1 on h2: trainer.max_epochs 7, elsewhere" in log(tmp_path, "h1")
+    assert "rank 2 on h3: torch 2.0.9, elsewhere" in log(tmp_path, "h1")
+    assert "HINT" in log(tmp_path, "h1")
+    assert "global batch" not in log(tmp_path, "h1")
+    assert log(tmp_path, "h2") == log(tmp_path, "h3") == ""
 
 
 @pytest.mark.faults
@@ -134,8 +134,8 @@ def test_only_rank_0_has_the_folder(alone, hosts, tmp_path):
     stop = {"class_path": "tests.probes.Fault", "init_args": {"step": 25, "number": int(signal.SIGTERM)}}
     words = (*FIT, "--run=it", "--trainer.shared_folder=false", f"--trainer.callbacks={json.dumps([stop])}")
     for expected in (143, 0):
-        assert on([hosts[0], apart], tmp_path, *words)[0] == [expected] * 2, said(tmp_path, "h1") + said(tmp_path, "h2")
-    assert "Resumes from" in said(tmp_path, "h1")
+        assert on([hosts[0], apart], tmp_path, *words)[0] == [expected] * 2, log(tmp_path, "h1") + log(tmp_path, "h2")
+    assert "Resumes from" in log(tmp_path, "h1")
     assert not list((tmp_path / "own").rglob("*.ckpt"))
     assert_same_curve(tmp_path, alone)
 
@@ -145,12 +145,12 @@ def test_only_rank_0_has_the_folder(alone, hosts, tmp_path):
 def test_a_slow_link_and_the_way_around_a_name(hosts, tmp_path):
     """h3's link is shaped; the hosts' own names lead to 127.0.1.1, as Debian has it."""
     hosts[2].slow("100mbit")
-    codes, found = on([host.named_by_debian() for host in hosts], tmp_path, *DOCTOR)
-    assert codes == [0, 0, 0], said(tmp_path, "h1")
-    assert found["links"]["verdict"] == "warning"
-    assert "h3: every link of this host is slow" in found["links"]["text"]
-    assert found["links"]["where"] == [{"rank": 2, "host": "h3"}]
-    assert "h1 by eth0 (10.77.0.1), though its own name says 127.0.1.1" in found["network"]["text"]
+    codes, findings = on([host.named_by_debian() for host in hosts], tmp_path, *DOCTOR)
+    assert codes == [0, 0, 0], log(tmp_path, "h1")
+    assert findings["links"]["verdict"] == "warning"
+    assert "h3: every link of this host is slow" in findings["links"]["text"]
+    assert findings["links"]["where"] == [{"rank": 2, "host": "h3"}]
+    assert "h1 by eth0 (10.77.0.1), though its own name says 127.0.1.1" in findings["network"]["text"]
 
 
 @pytest.mark.faults
@@ -167,17 +167,17 @@ def test_a_slow_rank(hosts, tmp_path):
                 over.wait(seconds)
 
     # From the moment on at which the two have met.
-    wait_until(lambda: "Run:" in said(tmp_path, "h1"), 60, lambda: said(tmp_path, "h1"))
+    wait_until(lambda: "Run:" in log(tmp_path, "h1"), 60, lambda: log(tmp_path, "h1"))
     thread = threading.Thread(target=throttle)
     thread.start()
     try:
-        codes, found = results(running, tmp_path)
+        codes, findings = results(running, tmp_path)
     finally:
         over.set()
         thread.join()
-    assert codes == [0, 0], said(tmp_path, "h1")
-    assert found["compute"]["where"] == [{"rank": 1, "host": "h2"}]
-    assert "rank 1 on h2: " in found["compute"]["text"]
+    assert codes == [0, 0], log(tmp_path, "h1")
+    assert findings["compute"]["where"] == [{"rank": 1, "host": "h2"}]
+    assert "rank 1 on h2: " in findings["compute"]["text"]
 
 
 @pytest.mark.faults
@@ -186,19 +186,19 @@ def test_who_is_missing_and_who_is_cut_off(hosts, tmp_path):
     hosts[0].drop(29500)
     waiting = (FAST, "--join_timeout=5")
     running = [start(host, tmp_path, *DOCTOR, *waiting, nodes=3) for host in (hosts[0], hosts[2])]
-    codes, found = results(running, tmp_path)
+    codes, findings = results(running, tmp_path)
     assert codes == [1, 1]
-    assert "1 of 3 ranks have come to h1:29500, from h1. Missing: rank 1, rank 2." in found["ranks"]["text"]
-    assert "h3 can't reach rank 0 at h1:29500 (10.77.0.1)" in " ".join(said(tmp_path, "h3").split())
-    assert "no answer" in said(tmp_path, "h3")
+    assert "1 of 3 ranks have come to h1:29500, from h1. Missing: rank 1, rank 2." in findings["ranks"]["text"]
+    assert "h3 can't reach rank 0 at h1:29500 (10.77.0.1)" in " ".join(log(tmp_path, "h3").split())
+    assert "no answer" in log(tmp_path, "h3")
 
 
 def test_a_firewall_between_two_hosts(hosts, tmp_path):
     """The master port is open, and the ports on which the ranks talk are not."""
     hosts[1].close("1024-65535")
-    codes, found = on(hosts[:2], tmp_path, *DOCTOR, FAST)
+    codes, findings = on(hosts[:2], tmp_path, *DOCTOR, FAST)
     assert codes == [1, 1]
-    assert found["ranks"]["text"] == "h1 can't reach h2 at 10.77.0.2: no answer."
+    assert findings["ranks"]["text"] == "h1 can't reach h2 at 10.77.0.2: no answer."
 
 
 @pytest.mark.faults
@@ -212,13 +212,13 @@ def test_packets_that_are_too_long_for_the_way(hosts, tmp_path, deaf, way):
     hosts[deaf].swallow(600)
     words = (*DOCTOR, FAST) if deaf == 0 else ("fit", *DOCTOR[1:])
     began = time.monotonic()
-    codes, found = on(hosts[:2], tmp_path, *words)
+    codes, findings = on(hosts[:2], tmp_path, *words)
     took("packets over 600 bytes get lost: both have ended after", time.monotonic() - began)
     assert codes == [1, 1]
     for host in ("h1", "h2"):
-        assert f"Packets over 600 bytes {way}" in re.sub(r"[\s│]+", " ", said(tmp_path, host))
-        assert "MTU" in said(tmp_path, host)
-    assert ("ranks" in found) == (deaf == 0)
+        assert f"Packets over 600 bytes {way}" in re.sub(r"[\s│]+", " ", log(tmp_path, host))
+        assert "MTU" in log(tmp_path, host)
+    assert ("ranks" in findings) == (deaf == 0)
 
 
 @pytest.mark.faults
@@ -228,7 +228,7 @@ def test_packets_that_are_too_long_between_two_others(hosts, tmp_path):
     hosts[2].swallow(1000, hosts[1])
     codes, _ = on(hosts, tmp_path, "fit", *DOCTOR[1:])
     assert codes == [1, 1, 1]
-    assert "Packets over 1000 bytes from h2 don't arrive at h3" in said(tmp_path, "h1")
+    assert "Packets over 1000 bytes from h2 don't arrive at h3" in log(tmp_path, "h1")
 
 
 @pytest.mark.faults
@@ -237,9 +237,9 @@ def test_a_fit_with_the_wrong_master_address_names_who_is_lost(hosts, tmp_path):
     running = [start(hosts[0], tmp_path, *words, nodes=2), start(hosts[1], tmp_path, *words, nodes=2, master="10.77.0.3")]
     codes, _ = results(running, tmp_path)
     assert codes == [1, 1]
-    assert "Missing: rank 1." in said(tmp_path, "h1")
-    assert "h2 can't reach rank 0 at 10.77.0.3:29500" in said(tmp_path, "h2")
-    assert "Traceback" not in said(tmp_path, "h1") + said(tmp_path, "h2")
+    assert "Missing: rank 1." in log(tmp_path, "h1")
+    assert "h2 can't reach rank 0 at 10.77.0.3:29500" in log(tmp_path, "h2")
+    assert "Traceback" not in log(tmp_path, "h1") + log(tmp_path, "h2")
 
 
 def test_a_disk_that_is_too_small(tmp_path, cli):
@@ -249,12 +249,12 @@ def test_a_disk_that_is_too_small(tmp_path, cli):
         pytest.skip("this test mounts a small disk, which takes root")
     try:
         run = cli("doctor", "--config=configs/ddp.yaml", "--data.source.init_args.train_size=256", FAST, "--run=it")
-        _, found = results([], tmp_path)
+        _, findings = results([], tmp_path)
     finally:
         subprocess.run(["umount", folder], check=True)
     assert run.code == 1, run.output
-    assert found["limits"]["verdict"] == "bad"
-    assert "of disk are left for" in found["limits"]["text"]
+    assert findings["limits"]["verdict"] == "bad"
+    assert "of disk are left for" in findings["limits"]["text"]
 
 
 def test_a_damaged_checkpoint_is_found_when_the_hosts_have_met(hosts, tmp_path, quick):
@@ -266,8 +266,8 @@ def test_a_damaged_checkpoint_is_found_when_the_hosts_have_met(hosts, tmp_path, 
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
-    again = (hosts[:2], tmp_path, *words, "--trainer.max_steps=6")
-    assert on(*again)[0] == [75, 75], said(tmp_path, "h1")
-    assert "another checksum than its manifest says. It is set aside" in said(tmp_path, "h1")
-    assert on(*again)[0] == [0, 0], said(tmp_path, "h1")
-    assert "step-000000002.ckpt" in said(tmp_path, "h1")
+    call = (hosts[:2], tmp_path, *words, "--trainer.max_steps=6")
+    assert on(*call)[0] == [75, 75], log(tmp_path, "h1")
+    assert "another checksum than its manifest says. It is set aside" in log(tmp_path, "h1")
+    assert on(*call)[0] == [0, 0], log(tmp_path, "h1")
+    assert "step-000000002.ckpt" in log(tmp_path, "h1")

@@ -52,6 +52,6 @@ def step(folder: Path) -> int:
 
 def assert_same_curve(folder: Path, expected: dict[int, float]) -> None:
     """One run, one curve: no step is missing or there twice."""
-    ours = Run(0, "", folder).events("train/loss")
-    assert [number for number, _ in ours] == list(range(1, STEPS + 1))
-    assert max(abs(value - expected[number]) for number, value in ours) < 1e-4
+    points = Run(0, "", folder).events("train/loss")
+    assert [number for number, _ in points] == list(range(1, STEPS + 1))
+    assert max(abs(value - expected[number]) for number, value in points) < 1e-4

@@ -25,7 +25,7 @@ from project.sharded.shards import Split, read_shard, split
 from tests.conftest import _SERVER, PATIENCE
 from tests.survive.test_resume import same
 
-SPREAD = ("weight", "bias", "one")
+SPREAD = ("weight", "bias", "row")
 _MOVES = ((os, "mkdir"), (os, "fsync"), (os, "replace"), (os, "unlink"), (os, "rmdir"), (torch, "save"))
 
 
@@ -34,8 +34,8 @@ def whole(step: int) -> dict[str, Any]:
     them, what each rank has, and values of other kinds."""
     draw = torch.Generator().manual_seed(step)
     weight, bias = torch.randn(7, 3, generator=draw), torch.randn(2, generator=draw)
-    one = torch.randn(1, 5, generator=draw, dtype=torch.float64)
-    state = {"weight": weight, "bias": bias, "one": one, "running_mean": torch.full((4,), float(step))}
+    row = torch.randn(1, 5, generator=draw, dtype=torch.float64)
+    state = {"weight": weight, "bias": bias, "row": row, "running_mean": torch.full((4,), float(step))}
     moments = {number: {"step": torch.tensor(float(step)), "exp_avg": state[name] * 2} for number, name in enumerate(SPREAD)}
     return {
         "state_dict": state,
@@ -49,9 +49,9 @@ def whole(step: int) -> dict[str, Any]:
 def spread(value: Any, mesh: DeviceMesh, name: str = "") -> Any:
     """The same, with what is named in SPREAD, and the moments of it, spread by torch over a mesh."""
     if isinstance(value, dict):
-        return {key: spread(one, mesh, str(key)) for key, one in value.items()}
+        return {key: spread(entry, mesh, str(key)) for key, entry in value.items()}
     if isinstance(value, list):
-        return [spread(one, mesh, f"{name} {at}") for at, one in enumerate(value)]
+        return [spread(entry, mesh, f"{name} {at}") for at, entry in enumerate(value)]
     if name not in (*SPREAD, "exp_avg", "list 0"):
         return value
     return distribute_tensor(value, mesh, [Shard(0) if at == "shard" else Replicate() for at in mesh.mesh_dim_names or ()])
@@ -88,14 +88,14 @@ class World:
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
         processes = [_SERVER.Process(target=_rank, args=(self, rank, work, *words)) for rank in range(self.ranks)]
-        for one in processes:
-            one.start()
-        for one in processes:
-            one.join(PATIENCE)
-            assert one.exitcode is not None, "a rank is still running"
-        self.codes = [int(one.exitcode or 0) for one in processes]
-        said = [place / f"said-{rank}" for rank in range(self.ranks)]
-        return [json.loads(one.read_text()) if one.exists() else None for one in said]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(PATIENCE)
+            assert process.exitcode is not None, "a rank is still running"
+        self.codes = [int(process.exitcode or 0) for process in processes]
+        files = [place / f"result-{rank}" for rank in range(self.ranks)]
+        return [json.loads(file.read_text()) if file.exists() else None for file in files]
 
 
 def _rank(world: World, rank: int, work: Callable[..., Any], *words: Any) -> None:
@@ -107,9 +107,9 @@ def _rank(world: World, rank: int, work: Callable[..., Any], *words: Any) -> Non
     sizes, names = ((world.ranks,), ("shard",)) if world.hosts == 1 else (
         (world.hosts, world.ranks // world.hosts), ("copies", "shard"),
     )  # fmt: skip
-    said = work(world, init_device_mesh("cpu", sizes, mesh_dim_names=names), *words)
-    (place / f"said-{rank}").write_text(json.dumps(said))
-    if all(one.exists() for one in (place / f"pid-{rank}" for rank in range(world.ranks))):
+    result = work(world, init_device_mesh("cpu", sizes, mesh_dim_names=names), *words)
+    (place / f"result-{rank}").write_text(json.dumps(result))
+    if all(path.exists() for path in (place / f"pid-{rank}" for rank in range(world.ranks))):
         dist.destroy_process_group()
 
 
@@ -120,14 +120,14 @@ def write(world: World, mesh: DeviceMesh, steps: list[int], strike: Strike | Non
     """Writes a checkpoint of each step as `Checkpoints` does, struck in the last; what became of each, and how many moves the
     last one took."""
     save = _saver(world, mesh, keep)
-    said: list[Any] = []
+    results: list[Any] = []
     moves = [0]
     for step in steps:
         if step == steps[-1]:
             for module, name in _MOVES:
                 setattr(module, name, _counted(getattr(module, name), moves, strike, world))
-        said.append(save(step).failed)
-    return [*said, moves[0]]
+        results.append(save(step).failed)
+    return [*results, moves[0]]
 
 
 def _saver(world: World, mesh: DeviceMesh, keep: int) -> Callable[[int], Checkpoints]:
@@ -155,8 +155,8 @@ def _counted(real: Any, moves: list[int], strike: Strike | None, world: World) -
                 args[1].write(content.getvalue()[: len(content.getvalue()) // 2])
                 args[1].flush()
             ranks = range(world.ranks) if strike.all else ()
-            others = [int((world.folder / "world" / f"pid-{one}").read_text()) for one in ranks]
-            for pid in (*(one for one in others if one != os.getpid()), os.getpid()):
+            pids = [int((world.folder / "world" / f"pid-{rank}").read_text()) for rank in ranks]
+            for pid in (*(pid for pid in pids if pid != os.getpid()), os.getpid()):
                 os.kill(pid, signal.SIGKILL)
         return real(*args, **kwargs)
 
@@ -172,15 +172,15 @@ def full_disk(world: World, mesh: DeviceMesh, sick: int) -> list[Any]:
         raise RuntimeError("unexpected pos 64 vs 0") from OSError(28, "No space left on device")
 
     save = _saver(world, mesh, keep=9)
-    said: list[Any] = []
+    results: list[Any] = []
     for step in (1, 2, 3):
         torch.save = full if step == 2 and dist.get_rank() == sick else real
         checkpoints = save(step)
         dist.barrier()  # what is left goes when the others have been told
-        there = sorted(one.name for one in checkpoints._folder.iterdir())
-        said.append((checkpoints.failed, there))
+        names = sorted(path.name for path in checkpoints._folder.iterdir())
+        results.append((checkpoints.failed, names))
         dist.barrier()
-    return said
+    return results
 
 
 def read(world: World, mesh: DeviceMesh, name: str, step: int) -> list[Any]:
@@ -195,24 +195,24 @@ def read(world: World, mesh: DeviceMesh, name: str, step: int) -> list[Any]:
     Stored.fill = counted  # type: ignore[method-assign]
     reader = SafeCheckpointIO()
     reader.slice_of = lambda stored: read_shard(stored, mesh)
-    found = reader.load_checkpoint(world.folder / "checkpoints" / name)
+    state = reader.load_checkpoint(world.folder / "checkpoints" / name)
     wanted = spread(whole(step), mesh)
     held = [0]
-    alike = _alike(found, wanted, held)
+    alike = _alike(state, wanted, held)
     return [alike, taken[0], held[0]]
 
 
-def _alike(found: Any, wanted: Any, held: list[int]) -> bool:
+def _alike(value: Any, wanted: Any, held: list[int]) -> bool:
     """All of it is looked at: what is spread is brought together by all ranks."""
     if isinstance(wanted, DTensor):
         held[0] += wanted.to_local().numel()
-        put_together = same(found.full_tensor(), wanted.full_tensor())
-        placed = (found.placements, found.stride()) == (wanted.placements, wanted.stride())
-        return put_together and placed and same(found.to_local(), wanted.to_local())
+        put_together = same(value.full_tensor(), wanted.full_tensor())
+        placed = (value.placements, value.stride()) == (wanted.placements, wanted.stride())
+        return put_together and placed and same(value.to_local(), wanted.to_local())
     if isinstance(wanted, dict):
-        parts = [_alike(found[key], one, held) for key, one in wanted.items()]
-        return all(parts) and found.keys() == wanted.keys()
+        parts = [_alike(value[key], entry, held) for key, entry in wanted.items()]
+        return all(parts) and value.keys() == wanted.keys()
     if isinstance(wanted, list):
-        parts = [_alike(*pair, held) for pair in zip(found, wanted, strict=True)]
+        parts = [_alike(*pair, held) for pair in zip(value, wanted, strict=True)]
         return all(parts)
-    return same(found, wanted)
+    return same(value, wanted)

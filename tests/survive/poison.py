@@ -73,5 +73,5 @@ class AsOnGpu(Callback):
     """Lets a CPU be treated like a GPU: flags are read two steps later."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        (one,) = (one for one in trainer.callbacks if isinstance(one, NonFinite))
-        one._late = True
+        (callback,) = (callback for callback in trainer.callbacks if isinstance(callback, NonFinite))
+        callback._late = True

@@ -83,9 +83,9 @@ def test_a_damaged_one_is_set_aside_and_the_next_newest_taken(tmp_path, caplog, 
     make(tmp_path, 1, 2, 3)
     newest = tmp_path / "step-000000003.ckpt"
     DAMAGES[damage](newest)
-    path, found = newest_good(tmp_path)
+    path, content = newest_good(tmp_path)
     assert path.name == "step-000000002.ckpt"
-    assert found["step"] == 2
+    assert content["step"] == 2
     assert "step-000000003.ckpt is not used" in caplog.text
     assert {record.levelname for record in caplog.records} == {"WARNING"}  # the run does not end
     assert not os.path.lexists(newest)
@@ -213,17 +213,17 @@ def test_nothing_is_deleted_before_its_successor_is_verified(tmp_path, monkeypat
 
 
 def test_a_process_that_ends_does_not_wait_for_what_is_being_read(tmp_path, monkeypatch):
-    reads, goes_on = threading.Event(), threading.Event()
-    monkeypatch.setattr("project.checkpoints.reading._problem", lambda *_: "" if reads.set() or goes_on.wait() else "lost")
+    reads, released = threading.Event(), threading.Event()
+    monkeypatch.setattr("project.checkpoints.reading._problem", lambda *_: "" if reads.set() or released.wait() else "lost")
     part = {"rank": 0, "host": "h", "bytes": 1, "sha256": ""}
     manifest(path := tmp_path / "step-000000001.ckpt").write_text(json.dumps({"parts": {"whole.pt": part}}))
-    others = {*threading.enumerate()}
+    threads_before = {*threading.enumerate()}
     verification = Verification(path)
     assert reads.wait(60)
-    readers = {*threading.enumerate()} - others
+    readers = {*threading.enumerate()} - threads_before
     # Python waits for those that are no daemons, and for an executor's.
     assert all(thread.daemon and "Executor" not in thread.name for thread in readers)
-    goes_on.set()
+    released.set()
     verification.setup(None, None, "fit")  # type: ignore[arg-type]
     for thread in readers:
         thread.join(60)
@@ -270,9 +270,9 @@ def test_a_full_disk_stops_nothing_and_breaks_nothing(quick, small_disk, ranks):
     checkpoints = small_disk / "lightning_logs/it/checkpoints"
     assert not list(checkpoints.glob(".step*"))
     assert [path.name for path in checkpoints.glob("*.ckpt")] == ["step-000000003.ckpt"]
-    again = quick(*FIT, f"--trainer.default_root_dir={small_disk}")
-    assert again.code == 0, again.output
-    assert "Resumes from" in again.output
+    resumed = quick(*FIT, f"--trainer.default_root_dir={small_disk}")
+    assert resumed.code == 0, resumed.output
+    assert "Resumes from" in resumed.output
 
 
 class StepsNowAndThen(LightningModule):
@@ -400,17 +400,17 @@ def test_a_read_only_place_is_one_line(quick, tmp_path):
 
 
 def test_a_link_as_the_runs_folder_and_tmpdir_elsewhere(uninterrupted, quick, tmp_path, monkeypatch):  # noqa: F811
-    other = Path("/dev/shm") / f"run-{os.getpid()}"
-    other.mkdir()
+    target = Path("/dev/shm") / f"run-{os.getpid()}"
+    target.mkdir()
     try:
         (tmp_path / "lightning_logs").mkdir()
-        (tmp_path / "lightning_logs/it").symlink_to(other)
+        (tmp_path / "lightning_logs/it").symlink_to(target)
         fault = faults({"where": "write", "step": 9})
         assert quick(*FIT, fault).code == -signal.SIGKILL
         assert quick(*FIT, fault).code == 0
         assert_same_run(tmp_path, uninterrupted(1))
     finally:
-        subprocess.run(["rm", "-r", str(other)], check=True)
+        subprocess.run(["rm", "-r", str(target)], check=True)
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path, quick):
@@ -436,9 +436,9 @@ def test_a_changed_configuration_is_named(quick, tmp_path):
     refused = quick(*FIT, stop, "--seed_everything=5")
     assert refused.code == 2
     assert "seed_everything: 0 -> 5" in refused.output
-    goes_on = quick(*FIT, stop, "--model.label_smoothing=0.1", "--change=model.label_smoothing", "--data.num_workers=1")
-    assert goes_on.code == 0
-    assert "The configuration of the run has changed: model.label_smoothing: 0.0 -> 0.1" in goes_on.output
+    changed = quick(*FIT, stop, "--model.label_smoothing=0.1", "--change=model.label_smoothing", "--data.num_workers=1")
+    assert changed.code == 0
+    assert "The configuration of the run has changed: model.label_smoothing: 0.0 -> 0.1" in changed.output
     finished = quick(*FIT, stop, "--model.label_smoothing=0.1")
     assert finished.code == 0
     assert "The run is finished" in finished.output
@@ -451,7 +451,7 @@ def test_a_changed_configuration_is_named(quick, tmp_path):
 def test_from_a_path_what_came_later_is_set_aside(uninterrupted, quick, tmp_path):  # noqa: F811
     assert quick(*FIT, faults(), "--checkpoints.keep_last=20").code == 0
     folder = tmp_path / "lightning_logs/it/checkpoints"
-    again = quick(*FIT, faults(), "--checkpoints.keep_last=20", f"--resume={folder}/step-000000009.ckpt")
-    assert again.code == 0, again.output
+    resumed = quick(*FIT, faults(), "--checkpoints.keep_last=20", f"--resume={folder}/step-000000009.ckpt")
+    assert resumed.code == 0, resumed.output
     assert_same_run(tmp_path, uninterrupted(1))
     assert json.loads((folder / "step-000000024.json").read_text())["finished"]

@@ -31,8 +31,8 @@ class Group:
         self.place.mkdir()
         (folder / "cgroup").symlink_to(self.place)
 
-    def limit(self, most: int) -> None:
-        (self.place / ("memory.limit_in_bytes" if self.old else "memory.max")).write_text(str(most))
+    def limit(self, size: int) -> None:
+        (self.place / ("memory.limit_in_bytes" if self.old else "memory.max")).write_text(str(size))
 
     def run(self, folder: Path, *words: str) -> Run:
         folder.mkdir()
@@ -54,8 +54,8 @@ class Group:
 def built(folder: Path) -> float:
     """What the network took at most on rank 1 until training began, as a share of its parameters. (Rank 0 has also worked out
     what each rank will hold, and what that imports counts here.)"""
-    found = json.loads((folder / "memory-1.json").read_text())
-    return float(found["built"] / WEIGHTS)
+    measured = json.loads((folder / "memory-1.json").read_text())
+    return float(measured["built"] / WEIGHTS)
 
 
 @pytest.mark.faults

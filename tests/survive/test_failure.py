@@ -65,9 +65,9 @@ def test_nor_one_that_has_finished(quick):
     assert run.output.rstrip().splitlines()[-1].endswith("report.html")
 
 
-def deaf(*more, **how):
+def deaf(*extra_probes, **how):
     """Three ranks whose connections are not closed: one fails, and the others would not notice if they were."""
-    probes = [("ClosesNever", {}), ("Deaf", how), *more]
+    probes = [("ClosesNever", {}), ("Deaf", how), *extra_probes]
     callbacks = json.dumps([{"class_path": f"tests.probes.{name}", "init_args": words} for name, words in probes])
     sizes = "--data.batch_size=8", "--data.global_batch_size=24"
     return "fit", "--config=configs/ddp.yaml", *TINY, *sizes, f"--trainer.callbacks={callbacks}"
@@ -153,7 +153,8 @@ def test_a_loader_process_that_is_killed_is_named_and_not_the_network(quick, how
     words = ("--data.source.train.init_args.on=0", "--data.source.train.init_args.at=255", "--data.num_workers=1")
     words += (f"--data.source.train.init_args.how={how}",)
     words += CRAMPED if how == "hog" else ()
-    run = quick(*(one for one in BROKEN if ".network" not in one), *words, "--model.network=tests.probes.Slow", timeout=STUCK)
+    broken = (argument for argument in BROKEN if ".network" not in argument)
+    run = quick(*broken, *words, "--model.network=tests.probes.Slow", timeout=STUCK)
     assert run.code == 1
     assert "Traceback" not in run.output
     assert re.search(f"ERROR   Loader process \\d+ of this rank {what}.*$", run.output.rstrip()), run.output

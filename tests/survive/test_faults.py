@@ -46,8 +46,8 @@ def kill(run: subprocess.Popen[str], who: str, number: int) -> None:
     if who == "all":
         os.killpg(run.pid, number)
         return
-    found = ranks(run)
-    os.kill(found[min(int(who), len(found) - 1)], number)
+    processes = ranks(run)
+    os.kill(processes[min(int(who), len(processes) - 1)], number)
 
 
 def counted(folder: Path) -> dict[int, list[int]]:

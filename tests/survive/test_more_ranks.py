@@ -49,7 +49,7 @@ def test_resumed_on_as_many_ranks(uninterrupted, quick, tmp_path, ranks, where, 
         assert struck.code == 143, struck.output
     resumed = quick(*FIT, fault, ranks=ranks)
     assert resumed.code == 0, resumed.output
-    ours, theirs = final(tmp_path, STEPS), final(uninterrupted(ranks), STEPS)
+    actual, expected = final(tmp_path, STEPS), final(uninterrupted(ranks), STEPS)
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "position"):
-        assert same(ours[part], theirs[part]), part
+        assert same(actual[part], expected[part]), part
     assert curves(tmp_path) == curves(uninterrupted(ranks))

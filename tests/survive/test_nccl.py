@@ -35,18 +35,18 @@ class Group:
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     """This process is connected by NCCL, and `destroy_process_group` would wait for ever."""
-    found, never = Group(), threading.Event()
+    connected, never = Group(), threading.Event()
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=found))
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=connected))
     monkeypatch.setattr(dist, "destroy_process_group", never.wait)
     monkeypatch.setattr(connection, "_closing", [])
     monkeypatch.setattr(connection, "FAILED", failed := threading.Event())
     monkeypatch.setattr(failure, "FAILED", failed)
     monkeypatch.setattr(failure, "_FIRST", 0.1)
     monkeypatch.setattr(failure, "_SECOND", 0.1)
-    return found
+    return connected
 
 
 def test_where_the_run_has_failed_connections_are_aborted_once_and_not_destroyed(group: Group) -> None:

@@ -17,7 +17,7 @@ from tests.survive.test_resume import curves, same
 STEP, SAMPLE = 3, 77  # where the order of this run takes this sample first
 
 
-def words(*more: str, at: int = SAMPLE, network: str = "tests.probes.Dropped") -> tuple[str, ...]:
+def words(*arguments: str, at: int = SAMPLE, network: str = "tests.probes.Dropped") -> tuple[str, ...]:
     def data(split: str, **settings: int) -> str:
         dataset = {"class_path": "tests.survive.poison.Poisoned", "init_args": settings}
         return f"--data.source.init_args.{split}={json.dumps(dataset)}"
@@ -26,7 +26,7 @@ def words(*more: str, at: int = SAMPLE, network: str = "tests.probes.Dropped") -
         *("fit", "--config=configs/ddp.yaml", "--data.source=project.data.Datasets", "--data.source.init_args.num_classes=10"),
         *(data("train", at=at), data("val", size=50), "--data.num_workers=0", "--data.batch_size=8"),
         *("--data.global_batch_size=32", "--trainer.precision=32-true", "--trainer.log_every_n_steps=1", "--run=it"),
-        *("--trainer.max_epochs=1", f"--model.network={network}", "--checkpoints.keep_last=99", *more),
+        *("--trainer.max_epochs=1", f"--model.network={network}", "--checkpoints.keep_last=99", *arguments),
     )
 
 
@@ -42,13 +42,13 @@ def callback(name: str) -> str:
     return f"--trainer.callbacks=tests.survive.poison.{name}"
 
 
-def assert_same_state(one: dict, other: dict, *parts: str) -> None:
-    for state in (one, other):
+def assert_same_state(actual: dict, expected: dict, *parts: str) -> None:
+    for state in (actual, expected):
         for name in [name for name in state["state_dict"] if name.endswith("num_batches_tracked")]:
             del state["state_dict"][name]  # counts forward passes, until the run is over
     for part in ("state_dict", *parts):
-        assert same(one[part], other[part]), part
-    momenta = [checkpoint["optimizer_states"][0]["state"] for checkpoint in (one, other)]
+        assert same(actual[part], expected[part]), part
+    momenta = [checkpoint["optimizer_states"][0]["state"] for checkpoint in (actual, expected)]
     assert momenta[0]
     assert same(*momenta)
 
@@ -108,8 +108,8 @@ CLIPPED = ("--trainer.gradient_clip_algorithm=value", "--trainer.gradient_clip_v
 @pytest.mark.parametrize("how", ["at once", "by Lightning's loop", "as on a GPU"])
 def test_skip_leaves_no_trace_but_the_count(quick: Cli, tmp_path, clean, how):
     late = (callback("AsOnGpu"), "--model.optimizer.init_args.fused=true") if how == "as on a GPU" else ()
-    more = ("--trainer.profiler=simple",) if how == "by Lightning's loop" else ()
-    run = quick(*words("--trainer.nonfinite=skip", "--checkpoints.every_n_steps=1", *CLIPPED, *late, *more))
+    profiler = ("--trainer.profiler=simple",) if how == "by Lightning's loop" else ()
+    run = quick(*words("--trainer.nonfinite=skip", "--checkpoints.every_n_steps=1", *CLIPPED, *late, *profiler))
     assert run.code == 0, run.output
     assert run.output.count("The step is skipped") == 1
     assert f"The loss of step {STEP} (epoch 1)" in run.output
@@ -122,9 +122,9 @@ def test_skip_leaves_no_trace_but_the_count(quick: Cli, tmp_path, clean, how):
     for part in ("position", "lr_schedulers"):  # these go on
         assert same(after[part], saved(clean, STEP)[part])
     assert all(value.isfinite().all() for value in saved(tmp_path, 8)["state_dict"].values())
-    found = curves(tmp_path)
-    assert found["train/skipped_steps"] == [(STEP, 1.0)]
-    assert found["train/loss_epoch"][0][1] == pytest.approx(curves(clean)["train/loss_epoch"][0][1], abs=0.1)
+    scalars = curves(tmp_path)
+    assert scalars["train/skipped_steps"] == [(STEP, 1.0)]
+    assert scalars["train/loss_epoch"][0][1] == pytest.approx(curves(clean)["train/loss_epoch"][0][1], abs=0.1)
 
 
 def test_as_on_a_gpu_no_checkpoint_is_made_of_it(quick: Cli, tmp_path, clean):

@@ -28,7 +28,7 @@ def three(tmp_path_factory):
     """Two checkpoints of three ranks."""
     folder = tmp_path_factory.mktemp("three")
     world = World(folder, ranks=3)
-    assert [said[:2] for said in world.run(write, [1, 2], None, 9)] == [[None, None]] * 3
+    assert [result[:2] for result in world.run(write, [1, 2], None, 9)] == [[None, None]] * 3
     return folder
 
 
@@ -44,20 +44,20 @@ def copied(three, tmp_path):
 def assert_nothing_is_lost(folder: Path) -> int:
     """At the next start: the newest is whole, and nothing else is there but what is, too."""
     clean_up(folder)
-    found = newest_good(folder)
-    assert found is not None
-    path, manifest = found
+    newest = newest_good(folder)
+    assert newest is not None
+    path, manifest = newest
     step = manifest["position"]["global_step"]
     assert same(SafeCheckpointIO().load_checkpoint(path), whole(step))
-    for one in folder.iterdir():
-        assert one.suffix in (".ckpt", ".json"), one
-        read_manifest(one.with_suffix(".ckpt"))
+    for file in folder.iterdir():
+        assert file.suffix in (".ckpt", ".json"), file
+        read_manifest(file.with_suffix(".ckpt"))
     return step
 
 
 def strikes(ranks: int, folder: Path) -> list[Strike]:
     """Every place between two moves of a write, on each rank."""
-    moves = [said[-1] for said in World(folder, ranks).run(write, [1, 2], None, 1)]
+    moves = [result[-1] for result in World(folder, ranks).run(write, [1, 2], None, 1)]
     assert moves[0] > 9
     assert all(moves[1:])
     return [Strike(rank, move) for rank, count in enumerate(moves) for move in range(count)]
@@ -65,11 +65,11 @@ def strikes(ranks: int, folder: Path) -> list[Strike]:
 
 def struck(folder: Path, ranks: int, strike: Strike) -> int:
     world = World(folder, ranks)
-    said = world.run(write, [1, 2], strike, 1)
+    results = world.run(write, [1, 2], strike, 1)
     assert world.codes[strike.rank] == -signal.SIGKILL
     left = [rank for rank in range(ranks) if rank != strike.rank and not strike.all]
     assert [world.codes[rank] for rank in left] == [0] * len(left)  # and nobody waits for the dead
-    assert all("does not answer" in said[rank][1] for rank in left if said[rank][1]), said
+    assert all("does not answer" in results[rank][1] for rank in left if results[rank][1]), results
     return assert_nothing_is_lost(folder / "checkpoints")
 
 
@@ -108,9 +108,9 @@ def of_another(path: Path) -> None:
 @pytest.mark.parametrize(("part", "rank"), [("part-00002-of-00003.pt", 2), ("whole.pt", 0)])
 def test_a_part_that_is_not_what_was_written_is_named(copied, caplog, damage, part, rank):
     damage(copied / NAMES[2] / part)
-    found = newest_good(copied)
-    assert found is not None
-    assert found[0].name == NAMES[1]
+    newest = newest_good(copied)
+    assert newest is not None
+    assert newest[0].name == NAMES[1]
     assert f"{part}, which rank {rank} on host-{rank} has written," in caplog.text
     assert not (copied / NAMES[2]).exists()
     assert (copied / f"{NAMES[2]}.bad").is_dir()
@@ -151,12 +151,12 @@ def test_each_rank_reads_its_slices_and_no_more(copied, ranks):
 @pytest.mark.faults
 def test_copies_are_written_once(tmp_path):
     world = World(tmp_path, ranks=4, hosts=2)
-    assert [said[0] for said in world.run(write, [1], None, 9)] == [None] * 4
+    assert [result[0] for result in world.run(write, [1], None, 9)] == [None] * 4
     folder = tmp_path / "checkpoints" / NAMES[1]
-    assert sorted(one.name for one in folder.iterdir()) == ["part-00000-of-00004.pt", "part-00001-of-00004.pt", "whole.pt"]
+    assert sorted(path.name for path in folder.iterdir()) == ["part-00000-of-00004.pt", "part-00001-of-00004.pt", "whole.pt"]
     assert same(SafeCheckpointIO().load_checkpoint(folder), whole(1))
     for ranks, hosts in ((4, 2), (3, 1)):
-        assert all(said[0] for said in World(tmp_path, ranks, hosts).run(read, NAMES[1], 1))
+        assert all(result[0] for result in World(tmp_path, ranks, hosts).run(read, NAMES[1], 1))
 
 
 # A step that is written again, and what goes -------------------------------------------------------------------------
@@ -166,23 +166,23 @@ def test_a_folder_is_never_written_to_again(tmp_path):
     """The same step once more, where a folder is, or a file: the new one has a name that comes after, and the old one goes."""
     folder = tmp_path / "checkpoints"
     assert World(tmp_path).run(write, [1, 2, 2], None, 2)[0][:3] == [None, None, None]
-    assert sorted(one.name for one in folder.glob("*.ckpt")) == [NAMES[1], "step-000000002_02.ckpt"]
+    assert sorted(path.name for path in folder.glob("*.ckpt")) == [NAMES[1], "step-000000002_02.ckpt"]
     assert newest_good(folder)[0].name == "step-000000002_02.ckpt"
     write_file(folder / NAMES[3], whole(3), {"position": {"global_step": 3}})
     assert World(tmp_path).run(write, [3], None, 2)[0][:1] == [None]
-    assert sorted(one.name for one in folder.glob("*.ckpt")) == ["step-000000002_02.ckpt", "step-000000003_02.ckpt"]
-    assert sorted(one.stem for one in folder.glob("*.json")) == ["step-000000002_02", "step-000000003_02"]
+    assert sorted(path.name for path in folder.glob("*.ckpt")) == ["step-000000002_02.ckpt", "step-000000003_02.ckpt"]
+    assert sorted(path.stem for path in folder.glob("*.json")) == ["step-000000002_02", "step-000000003_02"]
     assert assert_nothing_is_lost(folder) == 3
 
 
 def test_the_manifest_names_who_wrote_what(three):
     manifest = json.loads((three / "checkpoints/step-000000002.json").read_text())
-    assert {name: (one["rank"], one["host"]) for name, one in manifest["parts"].items()} == {
+    assert {name: (part["rank"], part["host"]) for name, part in manifest["parts"].items()} == {
         "whole.pt": (0, "host-0"),
         **{f"part-0000{rank}-of-00003.pt": (rank, f"host-{rank}") for rank in range(3)},
     }
-    for name, one in manifest["parts"].items():
-        assert one["bytes"] == os.path.getsize(three / "checkpoints" / NAMES[2] / name)
+    for name, part in manifest["parts"].items():
+        assert part["bytes"] == os.path.getsize(three / "checkpoints" / NAMES[2] / name)
 
 
 class Harm:
@@ -197,11 +197,11 @@ class Harm:
 
 def test_torchs_own_format_of_parts_has_the_code_of_its_folder_run(copied, tmp_path):
     """The reason for a format of our own: a reader of ours runs nothing."""
-    theirs = tmp_path / "dcp"
-    torch.distributed.checkpoint.save({"weight": torch.zeros(2)}, checkpoint_id=theirs, no_dist=True)
-    (theirs / ".metadata").write_bytes(pickle.dumps(Harm(str(tmp_path / "harm"))))
+    dcp = tmp_path / "dcp"
+    torch.distributed.checkpoint.save({"weight": torch.zeros(2)}, checkpoint_id=dcp, no_dist=True)
+    (dcp / ".metadata").write_bytes(pickle.dumps(Harm(str(tmp_path / "harm"))))
     with pytest.raises(torch.distributed.checkpoint.CheckpointException):  # too late
-        torch.distributed.checkpoint.load({"weight": torch.zeros(2)}, checkpoint_id=theirs, no_dist=True)
+        torch.distributed.checkpoint.load({"weight": torch.zeros(2)}, checkpoint_id=dcp, no_dist=True)
     assert (tmp_path / "harm").exists()
     for file in (copied / NAMES[2]).glob("*.pt"):
         torch.save(Harm(str(tmp_path / "ours")), file)

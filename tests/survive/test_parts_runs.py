@@ -21,7 +21,7 @@ FIT = (
     *("--data.batch_size=4", "--data.global_batch_size=48"),
     *("--data.crop_padding=2", "--trainer.max_epochs=3", "--checkpoints.every_n_steps=3", "--trainer.val_check_interval=4"),
 )
-WORDS = [word for word in FIT[1:] if "run=" not in word]
+WORDS = [argument for argument in FIT[1:] if "run=" not in argument]
 STEPS = 15  # 5 in each epoch
 SHARDED, DDP, EXACT = "--trainer.strategy=sharded", "--trainer.strategy=ddp", "--trainer.exact=true"
 LEARNED = ("state_dict", "optimizer_states", "lr_schedulers", "position")
@@ -34,21 +34,21 @@ def checkpoint(folder: Path) -> Path:
 
 
 def final(folder: Path) -> dict:
-    found = SafeCheckpointIO().load_checkpoint(checkpoint(folder))
-    assert found["position"]["global_step"] == STEPS
-    return found
+    state = SafeCheckpointIO().load_checkpoint(checkpoint(folder))
+    assert state["position"]["global_step"] == STEPS
+    return state
 
 
-def assert_same(folder: Path, other: Path, parts: tuple[str, ...] = LEARNED) -> None:
-    ours, theirs = final(folder), final(other)
+def assert_same(folder: Path, reference: Path, parts: tuple[str, ...] = LEARNED) -> None:
+    actual, expected = final(folder), final(reference)
     for part in parts:
-        assert same(ours[part], theirs[part]), part
-    assert curves(folder) == curves(other)
+        assert same(actual[part], expected[part]), part
+    assert curves(folder) == curves(reference)
 
 
 def with_average(fault: str) -> str:
-    word, _, callbacks = fault.partition("=")
-    return f"{word}={json.dumps([AVERAGE, *json.loads(callbacks)])}"
+    option, _, callbacks = fault.partition("=")
+    return f"{option}={json.dumps([AVERAGE, *json.loads(callbacks)])}"
 
 
 @pytest.fixture(scope="module")
@@ -146,8 +146,8 @@ def test_other_verbs_take_a_folder(linked, quick, tmp_path):
     for ranks, strategy in ((1, DDP), (2, SHARDED), (3, SHARDED)):
         done = quick("test", *WORDS, strategy, EXACT, f"--ckpt_path={saved}", f"--run=test-{ranks}", ranks=ranks)
         assert done.code == 0, done.output
-        (found,) = (tmp_path / f"lightning_logs/test-{ranks}").glob("test*.json")
-        figures.append(json.loads(found.read_text())["metrics"])
+        (report,) = (tmp_path / f"lightning_logs/test-{ranks}").glob("test*.json")
+        figures.append(json.loads(report.read_text())["metrics"])
     assert figures[0] == figures[1] == figures[2]
 
     done = quick("export", *WORDS, "--run=it", "--ckpt_path=last", "--to=safetensors", "--out=weights")
@@ -167,12 +167,12 @@ def test_one_file_of_it_goes_on_as_the_folder_does(linked, quick, tmp_path):
     with plain_values():
         assert same(torch.load(file, weights_only=True), final(linked))
     for name, source, strategy, ranks in (("a", file, DDP, 1), ("b", checkpoint(linked), DDP, 1), ("c", file, SHARDED, 2)):
-        more = (f"--run={name}", f"--resume={source}", strategy, EXACT, "--trainer.max_epochs=4", "--change=trainer.exact")
-        done = quick("fit", *WORDS, *more, ranks=ranks)
+        arguments = (f"--run={name}", f"--resume={source}", strategy, EXACT, "--trainer.max_epochs=4", "--change=trainer.exact")
+        done = quick("fit", *WORDS, *arguments, ranks=ranks)
         assert done.code == 0, done.output
     ends = [max((tmp_path / f"lightning_logs/{name}/checkpoints").glob("*.ckpt")) for name in "abc"]
-    ours = [SafeCheckpointIO().load_checkpoint(one) for one in ends]
-    assert ours[0]["position"]["global_step"] == 20
+    checkpoints = [SafeCheckpointIO().load_checkpoint(path) for path in ends]
+    assert checkpoints[0]["position"]["global_step"] == 20
     for part in LEARNED:
-        assert same(ours[0][part], ours[1][part]), part
-        assert same(ours[0][part], ours[2][part]), part
+        assert same(checkpoints[0][part], checkpoints[1][part]), part
+        assert same(checkpoints[0][part], checkpoints[2][part]), part

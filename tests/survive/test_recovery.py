@@ -165,8 +165,8 @@ def test_a_users_class_is_made_when_it_is_needed_with_what_the_seed_gives(tmp_pa
     (whole / "struck").touch()
     undisturbed = forked(whole, *words, ranks=3)
     assert undisturbed.code == 0, undisturbed.output
-    drawn, others = (re.findall(r"a network is made: (\S+)", text) for text in (done.output, undisturbed.output))
-    assert (len(drawn), {*drawn}) == (6, {*others}), (drawn, others)
+    drawn, expected = (re.findall(r"a network is made: (\S+)", text) for text in (done.output, undisturbed.output))
+    assert (len(drawn), {*drawn}) == (6, {*expected}), (drawn, expected)
     assert same(final(killed), final(whole))
     assert curves(killed) == curves(whole)
 
@@ -205,10 +205,10 @@ def test_sixteen_ranks_of_which_one_is_killed_give_the_bits_of_one_process(tmp_p
 def test_a_supervisor_hears_from_more_others_than_select_can():
     supervisor = Supervisor.__new__(Supervisor)
     supervisor._wake, supervisor._peers = os.pipe()[0], Peers(listens=True, several_hosts=False)
-    here, elsewhere = socket.socketpair()
-    supervisor._facts = socket.socket(fileno=fcntl.fcntl(here, fcntl.F_DUPFD, 1500))
+    receiver, sender = socket.socketpair()
+    supervisor._facts = socket.socket(fileno=fcntl.fcntl(receiver, fcntl.F_DUPFD, 1500))
     assert supervisor._select(0.0) == []
-    elsewhere.send(b"lost")
+    sender.send(b"lost")
     assert supervisor._select(60.0) == [supervisor._facts]
 
 
@@ -226,21 +226,21 @@ def has_trained(folder: Path) -> bool:
 def test_supervisors_that_start_at_once_leave_each_other_their_memory(monkeypatch):
     """One that starts removes what killed ones have left; another one may just have made its folder, and not yet locked it."""
     make = tempfile.mkdtemp
-    others = []
+    folders = []
 
     def make_while_another_starts(**where):
         made = make(**where)
         monkeypatch.setattr(tempfile, "mkdtemp", make)
-        others.append(make_folder_in_memory())
+        folders.append(make_folder_in_memory())
         return made
 
     monkeypatch.setattr(tempfile, "mkdtemp", make_while_another_starts)
     folder = make_folder_in_memory()
     try:
         assert folder is not None
-        assert {*others, folder} <= {*Path("/dev/shm").glob("samerun-state-*")}
+        assert {*folders, folder} <= {*Path("/dev/shm").glob("samerun-state-*")}
     finally:
-        for made in filter(None, [*others, folder]):
+        for made in filter(None, [*folders, folder]):
             made.rmdir()
 
 

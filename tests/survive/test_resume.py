@@ -13,7 +13,7 @@ from project.watch.history import OURS
 from tests.conftest import TINY, forked
 
 FIT = (
-    *("fit", "--config=configs/ddp.yaml", *(word for word in TINY if "network" not in word)),
+    *("fit", "--config=configs/ddp.yaml", *(argument for argument in TINY if "network" not in argument)),
     *("--data.source.init_args.train_size=250", "--data.batch_size=8", "--data.global_batch_size=32", "--run=it"),
     *("--data.crop_padding=2", "--trainer.max_epochs=3", "--checkpoints.every_n_steps=3", "--trainer.val_check_interval=5"),
     "--model.network=tests.probes.Dropped",
@@ -33,14 +33,14 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
-def same(one: object, other: object) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
+def same(value: object, expected: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return isinstance(expected, torch.Tensor) and value.dtype == expected.dtype and torch.equal(value, expected)
+    if isinstance(value, dict):
+        return value.keys() == expected.keys() and all(same(value[key], expected[key]) for key in value)
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(expected) and all(map(same, value, expected))
+    return value == expected
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +58,9 @@ def uninterrupted(tmp_path_factory):
 
 
 def assert_same_run(folder: Path, whole: Path) -> None:
-    ours, theirs = final(folder), final(whole)
+    actual, expected = final(folder), final(whole)
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "position"):
-        assert same(ours[part], theirs[part]), part
+        assert same(actual[part], expected[part]), part
     assert curves(folder) == curves(whole)
 
 
@@ -79,7 +79,7 @@ FAULTS = [
 def faults(*chosen: dict) -> str:
     """A command-line word that plugs in probes.Fault, one for each."""
     return "--trainer.callbacks=" + json.dumps(
-        [{"class_path": "tests.probes.Record"}, *({"class_path": "tests.probes.Fault", "init_args": one} for one in chosen)]
+        [{"class_path": "tests.probes.Record"}, *({"class_path": "tests.probes.Fault", "init_args": init} for init in chosen)]
     )
 
 
@@ -120,7 +120,7 @@ def test_stopped_once(uninterrupted, quick, tmp_path, where, step, number):
 
 def test_stopped_in_the_validation_that_ends_an_epoch(quick, tmp_path):
     """Nothing is left to train in that epoch; the next one is whole."""
-    words = [word for word in FIT if "val_check_interval" not in word]
+    words = [argument for argument in FIT if "val_check_interval" not in argument]
     fault = faults({"where": "validation", "step": 8, "number": int(signal.SIGTERM)})
     assert quick(*words, fault).code == 143
     resumed = quick(*words, fault)
@@ -169,10 +169,10 @@ def test_other_numbers_of_ranks_on_the_way(tmp_path):
     assert forked(whole, *FIT, faults(), double).code == 0
     expected = json.loads((whole / "record-0.json").read_text())["steps"]
     assert {step: sorted(seen) for step, seen in samples.items()} == {int(s): sorted(seen) for s, seen in expected.items()}
-    ours, theirs = curves(tmp_path), curves(whole)
-    assert ours.keys() == theirs.keys()
-    for tag, curve in theirs.items():
-        assert [step for step, _ in ours[tag]] == [step for step, _ in curve]
-        assert [value for _, value in ours[tag]] == pytest.approx([value for _, value in curve], abs=1e-6), tag
+    actual, reference = curves(tmp_path), curves(whole)
+    assert actual.keys() == reference.keys()
+    for tag, curve in reference.items():
+        assert [step for step, _ in actual[tag]] == [step for step, _ in curve]
+        assert [value for _, value in actual[tag]] == pytest.approx([value for _, value in curve], abs=1e-6), tag
     for name, weights in final(whole)["state_dict"].items():
         torch.testing.assert_close(final(tmp_path)["state_dict"][name], weights, rtol=0, atol=1e-13)

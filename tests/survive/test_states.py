@@ -76,7 +76,7 @@ class Counting(Callback):
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
+def working_directory(tmp_path, monkeypatch):
     """The module writes the samples that it sees into the folder that it runs in."""
     monkeypatch.chdir(tmp_path)
 
@@ -124,10 +124,10 @@ def test_a_buffer_that_no_state_dict_has_goes_on(tmp_path: Path) -> None:
     resumed.load_state_dict(whole.state_dict())
     fit(tmp_path / "whole", whole, points(), steps=8)
     fit(tmp_path / "parts", resumed, points(), steps=4)
-    again = Remembering()
-    fit(tmp_path / "parts", again, points(), steps=8, resume=True)
-    assert torch.equal(whole.mean, again.mean)
-    assert all(map(torch.equal, whole.parameters(), again.parameters()))
+    continued = Remembering()
+    fit(tmp_path / "parts", continued, points(), steps=8, resume=True)
+    assert torch.equal(whole.mean, continued.mean)
+    assert all(map(torch.equal, whole.parameters(), continued.parameters()))
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -417,8 +417,8 @@ class MixedData(LightningDataModule):
 def test_a_generator_that_the_data_saves_goes_on_and_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path, Regression(), whole := MixedData(), steps=5, callbacks=[every(2)])
     (tmp_path / "checkpoints/step-000000005.ckpt").unlink()
-    fit(tmp_path, Regression(), again := MixedData(), steps=5, resume=True, callbacks=[every(2)])
-    assert again.mixed.drawn == whole.mixed.drawn
+    fit(tmp_path, Regression(), resumed := MixedData(), steps=5, resume=True, callbacks=[every(2)])
+    assert resumed.mixed.drawn == whole.mixed.drawn
     assert len(whole.mixed.drawn) == 20
     assert "checkpoint holds" not in caplog.text
     assert "does not hold" not in caplog.text
@@ -1057,8 +1057,8 @@ def test_loader_processes_have_what_the_start_of_an_epoch_has_set(
 
     fit(tmp_path, first := Telling(), loader(first), steps=8)
     fit(tmp_path, second := Telling(), loader(second), steps=10, resume=True)
-    assert all(now == told for now, told in second.seen)
-    assert all(now == told for now, told in first.seen) is not persistent
+    assert all(now == epoch for now, epoch in second.seen)
+    assert all(now == epoch for now, epoch in first.seen) is not persistent
     assert ("Growing.epoch: changed, and the loader's processes keep" in caplog.text) is persistent
 
 

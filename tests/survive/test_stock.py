@@ -53,14 +53,14 @@ def assert_goes_on(tmp_path, ranks, words, *given, step=6):
     resumed = forked(killed, *words, callbacks(*given, fault), ranks=ranks)
     assert resumed.code == 0, resumed.output
     assert re.search(r"epoch 2, step [1-4] of it", resumed.output), resumed.output
-    ours, theirs = newest(killed), newest(whole)
+    actual, expected = newest(killed), newest(whole)
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "position"):
-        assert same(ours[part], theirs[part]), part
+        assert same(actual[part], expected[part]), part
     measured = ("speed/", "DeviceStatsMonitor")  # what differs from run to run anyway
-    ours, theirs = (
-        {tag: points for tag, points in curves(one).items() if not tag.startswith(measured)} for one in (killed, whole)
+    actual, expected = (
+        {tag: points for tag, points in curves(folder).items() if not tag.startswith(measured)} for folder in (killed, whole)
     )
-    assert ours == theirs
+    assert actual == expected
 
 
 RANKS = [pytest.param(1, marks=pytest.mark.faults), pytest.param(2, marks=pytest.mark.faults), 3]  # three ranks show it
@@ -174,10 +174,10 @@ class Scheduled(Regression):
                     schedule.step(float(self.trainer.current_epoch * 5 + batch_idx))  # the same on all ranks
             else:
                 schedule.step()
-        self.log_dict({f"lr/{at}": one.param_groups[0]["lr"] for at, one in enumerate(self.optimizers())})
+        self.log_dict({f"lr/{at}": sgd.param_groups[0]["lr"] for at, sgd in enumerate(self.optimizers())})
 
     def configure_optimizers(self):
-        optimizers = [torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9) for one in self.layers]
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=0.05, momentum=0.9) for layer in self.layers]
         made = [
             getattr(lr_scheduler, name)(optimizer, **settings)
             for optimizer, (name, settings) in zip(optimizers, SCHEDULES.items(), strict=False)
@@ -192,7 +192,7 @@ class Scheduled(Regression):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 def test_all_of_torchs_schedules_go_on(tmp_path, ranks):
-    words = [one for one in RUN if "every_n_steps" not in one and "global_batch" not in one]
+    words = [argument for argument in RUN if "every_n_steps" not in argument and "global_batch" not in argument]
     optimizers = len(SCHEDULES) + 2
     words += ["--model=tests.survive.test_stock.Scheduled", f"--data.init_args.batch_size={12 // ranks}"]
     words += ["--trainer.strategy=ddp_find_unused_parameters_true", f"--checkpoints.every_n_steps={7 * optimizers}"]

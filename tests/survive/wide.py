@@ -36,8 +36,8 @@ class Wide(LightningModule):
         self.last = nn.Linear(width, 1)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        found = self.last(self.blocks(self.first(batch["point"].float())))
-        loss = nn.functional.mse_loss(found, batch["sum"].float())
+        output = self.last(self.blocks(self.first(batch["point"].float())))
+        loss = nn.functional.mse_loss(output, batch["sum"].float())
         self.log("loss", loss)
         return loss
 
@@ -53,5 +53,5 @@ class Measured(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, Wide)
-        found = {"before": pl_module.before, "built": memory("VmHWM") - pl_module.before}
-        Path(f"memory-{trainer.global_rank}.json").write_text(json.dumps(found))
+        figures = {"before": pl_module.before, "built": memory("VmHWM") - pl_module.before}
+        Path(f"memory-{trainer.global_rank}.json").write_text(json.dumps(figures))

@@ -36,13 +36,14 @@ def main() -> None:
 
 
 def _speak(rank: int) -> None:
-    others = [Path(f"beat-{other}.json") for other in range(dist.get_world_size()) if other != LATE]
+    files = [Path(f"beat-{number}.json") for number in range(dist.get_world_size()) if number != LATE]
 
     def settled() -> bool:
         if rank == LATE:
-            return all(file.exists() for file in others)
+            return all(file.exists() for file in files)
         return any(
-            one.number == 3 and one.stage == Flight.STARTED for one in progress_by_group(recorded_collectives()).values()
+            flight.number == 3 and flight.stage == Flight.STARTED
+            for flight in progress_by_group(recorded_collectives()).values()
         )
 
     wait_until(settled, 60, f"rank {rank} is not where it should be")

@@ -51,21 +51,21 @@ def test_what_is_sealed_arrives_once(channels):
 def test_a_stranger_is_not_heard(channels, request):
     """Bombs, what another run has sealed, and real datagrams with one bit or more changed: the next real one arrives."""
     first, second, stranger = channels
-    other = Channel("127.0.0.1")
+    foreign = Channel("127.0.0.1")
     real = sealed(first, "beat", rank=0, text="x" * 200)
     chance = random.Random(0)
-    many = 100_000 if request.config.getoption("--faults", default=False) else 5_000
-    for number in range(many):
+    count = 100_000 if request.config.getoption("--faults", default=False) else 5_000
+    for number in range(count):
         datagram = bytearray(real)
         for at in chance.sample(range(len(datagram)), chance.choice([1, 1, 2, 50])):
             datagram[at] ^= 1 << chance.randrange(8)
         cut = chance.choice([len(datagram), len(datagram), chance.randrange(len(datagram)), SEAL])
-        hostile = [bytes(datagram[:cut]), *BOMBS, sealed(other, "fails", rank=0, text="")]
+        hostile = [bytes(datagram[:cut]), *BOMBS, sealed(foreign, "fails", rank=0, text="")]
         stranger.sendto(hostile[0] if number % 100 else chance.choice(hostile), second.address)
         if number % 50 == 0:
             second.wake()
             assert heard(second, 5) == []
-    other.close()
+    foreign.close()
     first.send(1, "beat")
     second.wake()
     assert heard(second, 60) == ["beat"]

@@ -42,35 +42,35 @@ class Net:
 
     def __init__(self, beats: list[Heartbeat]) -> None:
         self.members = [Member(rank, f"h{rank}", "the same machine", 1, "1", ("", 0), "") for rank in range(len(beats))]
-        self._beats, self._asked = beats, list[int]()
+        self._beats, self._queried = beats, list[int]()
 
     def send(self, to: int, kind: str, **_: Any) -> None:
         assert kind == "testify"
-        self._asked.append(to)
+        self._queried.append(to)
 
     def receive(self, seconds: float) -> Iterator[dict[str, Any]]:
-        for rank in self._asked:
+        for rank in self._queried:
             yield {"kind": "testimony", "guilty": asdict(RankAtFault(rank, f"h{rank}", self._beats[rank]))}
-        self._asked.clear()
+        self._queried.clear()
 
 
 def judged(monkeypatch: pytest.MonkeyPatch, beats: list[Heartbeat]) -> Verdict | None:
     watchdog: Any = Watchdog(at_least=5.0)
     watchdog._trainer = SimpleNamespace(global_rank=0)
     watchdog._channel = Net(beats)
-    watchdog._heartbeats = {rank: (time.monotonic(), one) for rank, one in enumerate(beats)}
+    watchdog._heartbeats = {rank: (time.monotonic(), heartbeat) for rank, heartbeat in enumerate(beats)}
     watchdog._judge(time.monotonic())
-    found: Verdict | None = watchdog._verdict
-    return found
+    verdict: Verdict | None = watchdog._verdict
+    return verdict
 
 
 def test_the_rank_that_the_others_wait_for_is_named(monkeypatch):
-    found = judged(monkeypatch, [beat(monkeypatch, rank, dump) for rank, dump in enumerate(GLOO)])
-    assert found is not None
-    assert [one.rank for one in found.at_fault] == [1]
-    one, two, three = (flights.progress_by_group(dump)[flights.ALL] for dump in GLOO)
-    assert one == three == Flight(8, Flight.STARTED, "gloo:all_reduce number 8 of [[36]]")
-    assert two == Flight(8, Flight.ABSENT)
+    verdict = judged(monkeypatch, [beat(monkeypatch, rank, dump) for rank, dump in enumerate(GLOO)])
+    assert verdict is not None
+    assert [rank_at_fault.rank for rank_at_fault in verdict.at_fault] == [1]
+    first, second, third = (flights.progress_by_group(dump)[flights.ALL] for dump in GLOO)
+    assert first == third == Flight(8, Flight.STARTED, "gloo:all_reduce number 8 of [[36]]")
+    assert second == Flight(8, Flight.ABSENT)
 
 
 def test_a_rank_is_named_that_has_not_entered_a_collective_of_its_group(
@@ -80,10 +80,10 @@ def test_a_rank_is_named_that_has_not_entered_a_collective_of_its_group(
     run = forked(tmp_path, ranks=4, program="tests.survive.hang.groups:main")
     assert run.code == 0, run.output
     beats = [heartbeat_from_dict(json.loads((tmp_path / f"beat-{rank}.json").read_text())) for rank in range(4)]
-    found = judged(monkeypatch, beats)
-    assert found is not None
-    assert [one.rank for one in found.at_fault] == [1]
-    assert "; rank 0 is in gloo:all_reduce number 3 of [[3]] of a group of ranks 0, 1." in str(found)
+    verdict = judged(monkeypatch, beats)
+    assert verdict is not None
+    assert [rank_at_fault.rank for rank_at_fault in verdict.at_fault] == [1]
+    assert "; rank 0 is in gloo:all_reduce number 3 of [[3]] of a group of ranks 0, 1." in str(verdict)
 
 
 def test_the_line_of_the_processes_names_16_on_a_terminal_and_all_in_the_file(caplog):
@@ -91,11 +91,11 @@ def test_the_line_of_the_processes_names_16_on_a_terminal_and_all_in_the_file(ca
     caplog.set_level(logging.INFO)
     for count in (2, 16, 64):
         _report_processes(ranks[:count])
-    two, sixteen, many = caplog.records
+    two, sixteen, sixty_four = caplog.records
     assert two.getMessage().startswith("Processes: rank 0 is 100 on h0, rank 1 is 101 on h0; ")
     assert "rank 15 is 115 on h1; " in sixteen.getMessage()
-    assert "rank 15 is 115 on h1 and 48 more; " in many.getMessage()
-    assert "rank 15 is 115 on h1, rank 16 is 116 on h2, " in (text := _Formatter(whole=True).format(many))
+    assert "rank 15 is 115 on h1 and 48 more; " in sixty_four.getMessage()
+    assert "rank 15 is 115 on h1, rank 16 is 116 on h2, " in (text := _Formatter(whole=True).format(sixty_four))
     assert "rank 63 is 163 on h7; " in text
 
 
@@ -110,11 +110,11 @@ def test_without_a_record_nothing_is_known():
 
 def test_a_recorder_that_does_not_answer_keeps_nobody(monkeypatch):
     """Another thread may hold its lock for ever."""
-    asked: list[int] = []
+    calls: list[int] = []
     never = threading.Event()
 
     def locked() -> Dump:
-        asked.append(1)
+        calls.append(1)
         never.wait()
         return []
 
@@ -125,7 +125,7 @@ def test_a_recorder_that_does_not_answer_keeps_nobody(monkeypatch):
     assert [flights.read_recorder() for _ in range(5)] == [[]] * 5
     never.set()
     assert time.monotonic() - began < 1
-    assert len(asked) == 1  # and it is not asked again meanwhile
+    assert len(calls) == 1  # and it is not asked again meanwhile
 
 
 @pytest.mark.parametrize(

@@ -47,15 +47,15 @@ class Ended:
 
 def members(folder: Path) -> list[int]:
     """The living processes of a run: torchrun puts each in a session of its own, but they share a working directory."""
-    found = []
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            here, state = os.readlink(process / "cwd"), (process / "stat").read_text().rpartition(")")[2].split()[0]
+            directory, state = os.readlink(process / "cwd"), (process / "stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             continue
-        if here == str(folder) and state not in "ZX":
-            found.append(int(process.name))
-    return found
+        if directory == str(folder) and state not in "ZX":
+            pids.append(int(process.name))
+    return pids
 
 
 def run(folder: Path, *words: str, torchrun: bool = False, watch: Any = None, ranks: int = 2) -> Ended:
@@ -87,13 +87,13 @@ def run(folder: Path, *words: str, torchrun: bool = False, watch: Any = None, ra
         process.wait()
 
 
-def stuck(*more: dict[str, Any], **how: Any) -> tuple[str, ...]:
-    callbacks = [{"class_path": "tests.probes.Stuck", "init_args": how}, *more]
+def stuck(*extra_callbacks: dict[str, Any], **how: Any) -> tuple[str, ...]:
+    callbacks = [{"class_path": "tests.probes.Stuck", "init_args": how}, *extra_callbacks]
     return (*FIT, f"--watchdog.at_least={DEADLINE}", "--trainer.callbacks=" + json.dumps(callbacks))
 
 
 def wardens(pid: int) -> list[int]:
-    return [one for one in descendants(pid) if warden.__name__ in Path(f"/proc/{one}/cmdline").read_text()]
+    return [child for child in descendants(pid) if warden.__name__ in Path(f"/proc/{child}/cmdline").read_text()]
 
 
 def pause_rank_1(process: "subprocess.Popen[bytes]") -> None:
@@ -151,12 +151,12 @@ def assert_named(ended: Ended, rank: int, phase: str, function: str, code: int =
     """One message that names the rank, its host, since when, the phase and the function; the ranks' files; nobody left."""
     assert ended.code == code, ended.output
     assert ended.output.count("The run hangs: ") == 1
-    (said,) = re.findall(r"ERROR .*The run hangs: .*(?:\n.*)*?exit code 75", ended.output)
-    assert f"The run hangs: rank {rank} on {HOST} " in said
-    assert phase in said
-    assert function in said
-    for one in range(2):
-        text = ended.file(one)
+    (message,) = re.findall(r"ERROR .*The run hangs: .*(?:\n.*)*?exit code 75", ended.output)
+    assert f"The run hangs: rank {rank} on {HOST} " in message
+    assert phase in message
+    assert function in message
+    for number in range(2):
+        text = ended.file(number)
         assert f"rank {rank} on {HOST} " in text
         assert "File " in text
     assert function in ended.file(rank)
@@ -306,10 +306,10 @@ def test_a_host_whose_link_is_cut(tmp_path: Path, record_property: Any) -> None:
         took(f"a link is cut: torchrun on {name} has ended after", seconds)
     assert all(codes)
     assert max(ended) < DEADLINE + 25
-    said = [(tmp_path / f"output-{i}.txt").read_text() for i in (1, 2)]
-    assert sorted(re.findall(r"The run hangs: rank \d on (h\d) is silent", "".join(said))) == ["h1", "h2"]
-    assert "on h2 is silent" in said[0]
-    assert "on h1 is silent" in said[1]
+    outputs = [(tmp_path / f"output-{i}.txt").read_text() for i in (1, 2)]
+    assert sorted(re.findall(r"The run hangs: rank \d on (h\d) is silent", "".join(outputs))) == ["h1", "h2"]
+    assert "on h2 is silent" in outputs[0]
+    assert "on h1 is silent" in outputs[1]
 
 
 @pytest.mark.parametrize(
@@ -324,5 +324,5 @@ def test_a_host_whose_link_is_cut(tmp_path: Path, record_property: Any) -> None:
 )
 def test_who_waits_for_a_checkpoint_has_longer(file, expected):
     names: dict[str, Any] = {}
-    exec(compile("import sys\ndef here(): return [sys._getframe()]", file, "exec"), names)
-    assert stacks.in_checkpoint(names["here"]()) is expected
+    exec(compile("import sys\ndef frames(): return [sys._getframe()]", file, "exec"), names)
+    assert stacks.in_checkpoint(names["frames"]()) is expected
