@@ -60,8 +60,8 @@ class Box:
     def within(self, other: "Box") -> tuple[slice, ...]:
         """Returns what the two have in common, as an index into the other one, which may be empty."""
         slices = []
-        for ours, others in zip(self.index(), other.index(), strict=True):
-            first, end = max(ours.start, others.start), min(ours.stop, others.stop)
+        for own, others in zip(self.index(), other.index(), strict=True):
+            first, end = max(own.start, others.start), min(own.stop, others.stop)
             slices.append(slice(first - others.start, max(first, end) - others.start))
         return tuple(slices)
 

@@ -120,7 +120,7 @@ _BEFORE = {
 }
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", ["safetensors", *(pytest.param(form, marks=pytest.mark.slow) for form in FORMATS[1:])])
 def test_an_export_is_loaded_by_its_three_lines_without_this_package(folders, form):
     exported = forked(folders, "export", "--run=it", f"--to={form}")
     assert exported.code == 0, exported.output
@@ -151,6 +151,7 @@ def test_an_export_is_loaded_by_its_three_lines_without_this_package(folders, fo
     torch.testing.assert_close(torch.tensor(got), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["safetensors", "onnx"])
 def test_a_module_of_ones_own_goes_out_with_its_forward_and_tied_weights(quick, tmp_path, form):
     write_texts(tmp_path / "texts")

@@ -36,6 +36,7 @@ def _words(folder: Path, module: str, data: dict[str, Any]) -> list[str]:
     return ["prove", "--config", "mine.yaml"]
 
 
+@pytest.mark.slow
 def test_the_promise_holds(prove, tmp_path):
     run = prove("Kept", "--json=proof.json", "--trainer.exact=true", "--trainer.global_batch_size=24")
     assert run.code == 0, run.output
@@ -58,6 +59,7 @@ def test_a_module_that_fails_is_shown_with_its_error(prove):
     assert "The same command goes on" not in run.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "trial", "data", "line"),
     [

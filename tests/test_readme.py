@@ -54,6 +54,7 @@ def test_the_example_with_a_lightning_module_runs(quick, tmp_path):
     assert "the best by val_loss" in best.output, best.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "file", "last"),
     [("docs/own.md", "first.py", 16), ("docs/own.md", "train_points.py", 32), ("docs/own.md", "train_best.py", 32)],

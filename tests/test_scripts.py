@@ -333,6 +333,7 @@ def test_the_hooks_of_a_commit_are_what_the_tests_begin_with():
     assert [hook["entry"] for hook in local["hooks"]] == [f".venv/bin/python {command}" for command in begins]
 
 
+@pytest.mark.slow
 def test_a_wheel_has_the_configs(tmp_path):
     command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True, timeout=300)

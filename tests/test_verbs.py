@@ -130,6 +130,7 @@ def test_the_schema_is_that_of_this_version(quick):
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_a_config_is_as_its_schema_says(config):
     assert config.read_text().startswith(f"# yaml-language-server: $schema={FILE}\n")

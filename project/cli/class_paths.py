@@ -34,7 +34,7 @@ Original = Callable[..., Any]
 
 def take_functions() -> None:
     """Lets jsonargparse take any function, in this process from now on. A version that is built otherwise stays as it is."""
-    for name, ours in (
+    for name, replacement in (
         ("is_subclass_or_implements_protocol", _is_the_class),
         ("function_returns_subclass", _is_the_class),
         ("adapt_partial_callable_class", _with_what_comes_later),
@@ -43,7 +43,7 @@ def take_functions() -> None:
     ):
         original = getattr(hints, name, None)
         if original is not None and not isinstance(original, partial):
-            setattr(hints, name, partial(ours, original))
+            setattr(hints, name, partial(replacement, original))
 
 
 def _imported(original: Original, name: str, *args: object, **kwargs: object) -> object:

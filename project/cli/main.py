@@ -272,18 +272,22 @@ class ProjectCLI(LightningCLI):
             self.config_init[self.subcommand].ckpt_path = None  # rank 0 tells
         trainer_settings = self.config_init[self.subcommand].trainer
         configuration = masked({key: value for key, value in self.config_dump.items() if key not in ("config", "base")})
-        ours: list[Callback] = []
+        callbacks: list[Callback] = []
         if settings.debug:
             Folded.shows_all = True
             log_communication(self.folder)
-            ours.append(RankLogs())
+            callbacks.append(RankLogs())
         if self.subcommand == "fit" and not self.dry:
-            ours += [ChangedSettings(configuration), SaveConfig(self._saved), Life(cause_of, changed=lambda: self._changed)]
+            callbacks += [
+                ChangedSettings(configuration),
+                SaveConfig(self._saved),
+                Life(cause_of, changed=lambda: self._changed),
+            ]
             if self._begun is not None and _several_hosts(settings, launch):
-                ours.append(Verification(self._begun[0]))
+                callbacks.append(Verification(self._begun[0]))
         kwargs["logger"] = self._loggers(trainer_settings.logger, root, launch.rank)
         given = trainer_settings.callbacks or []
-        trainer_settings.callbacks = [*ours, *([given] if isinstance(given, Callback) else given)]
+        trainer_settings.callbacks = [*callbacks, *([given] if isinstance(given, Callback) else given)]
         if self.subcommand in ("export", "manifest"):
             kwargs.update(SETTINGS)
         elif self.dry:

@@ -72,7 +72,7 @@ def source(address: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    return next((name for name, ours in addresses().items() if address in ours), None)
+    return next((name for name, own in addresses().items() if address in own), None)
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,14 @@ class Route:
 
 def route(towards: str, environment: Mapping[str, str] = os.environ) -> Route:
     """Returns the interface to use towards an address: the environment's choice if there is one, else the way packets take."""
-    ours = addresses()
+    interfaces = addresses()
     for variable in (GLOO, NCCL):
-        _check(variable, environment.get(variable), ours)
+        _check(variable, environment.get(variable), interfaces)
     if given := environment.get(GLOO):
-        return Route(given, next(iter(ours[given]), "no address"), chosen=False)
+        return Route(given, next(iter(interfaces[given]), "no address"), chosen=False)
     own = source_towards(towards)
     if own is None or (name := interface_of(own)) is None:
-        shown = ", ".join(f"{name} ({', '.join(held)})" for name, held in ours.items() if held)
+        shown = ", ".join(f"{name} ({', '.join(held)})" for name, held in interfaces.items() if held)
         raise FaultError(
             f"{host()} has no route to {towards}; it has {shown}. HINT: is it in the same network? Otherwise "
             f"{GLOO} and {NCCL} name the interface to use."
@@ -105,19 +105,20 @@ def route(towards: str, environment: Mapping[str, str] = os.environ) -> Route:
     return Route(name, own, chosen=True)
 
 
-def _check(variable: str, given: str | None, ours: Mapping[str, list[str]]) -> None:
+def _check(variable: str, given: str | None, interfaces: Mapping[str, list[str]]) -> None:
     """Raises an error if a named interface is missing. NCCL takes several, beginnings of names, and '^' for 'all but'."""
     if not given or given.startswith("^"):
         return
     names = given.removeprefix("=").split(",")
     if variable == GLOO:
-        missing = [name for name in names if name not in ours]
+        missing = [name for name in names if name not in interfaces]
     else:
-        missing = [] if any(name.startswith(part) for part in names for name in ours) else names
+        missing = [] if any(name.startswith(part) for part in names for name in interfaces) else names
     if missing:
         raise UserError(
             f"{variable}={given}, and {host()} has no interface {', '.join(missing)}. It has "
-            f"{', '.join(name for name, held in ours.items() if held)}. HINT: unset {variable}, and the right one is chosen."
+            f"{', '.join(name for name, held in interfaces.items() if held)}. "
+            f"HINT: unset {variable}, and the right one is chosen."
         )
 
 

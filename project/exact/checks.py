@@ -79,8 +79,8 @@ def _user_code_that_reads(trainer: TypedTrainer, asks: FrameType) -> str:
         asks = asks.f_back  # self.global_rank
     those = trainer.lightning_module, typed(trainer).datamodule
     who = asks.f_locals.get("self")
-    ours = str(asks.f_globals.get("__name__")).split(".")[0] in _LIBRARIES
-    known = who is not None and any(owner is who for owner in those) and not ours
+    is_library = str(asks.f_globals.get("__name__")).split(".")[0] in _LIBRARIES
+    known = who is not None and any(owner is who for owner in those) and not is_library
     return f"{type(who).__name__}.{asks.f_code.co_name}" if known else ""
 
 

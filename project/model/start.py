@@ -20,38 +20,40 @@ _SHOWN = 5
 def start_from(network: nn.Module, path: Path, prefix: str = "", say: bool = True) -> None:
     """Loads the weights that fit, by name and shape, and reports the others, if it is to `say` so. Raises an error where none
     fits. The names in the file begin with `prefix`, and the network's own don't."""
-    file_weights, ours = _read(path), network.state_dict()
+    file_weights, state = _read(path), network.state_dict()
     named = {name[len(prefix) :]: value for name, value in file_weights.items() if name.startswith(prefix)}
-    fitting = {name: value for name, value in named.items() if name in ours and value.shape == ours[name].shape}
+    fitting = {name: value for name, value in named.items() if name in state and value.shape == state[name].shape}
     if not any(name in fitting for name, _ in network.named_parameters()):
-        wanted, first_name = next(iter(ours), "none"), next(iter(file_weights))
+        wanted, first_name = next(iter(state), "none"), next(iter(file_weights))
         raise UserError(
             f"Nothing in {path} fits the network: its first name is {first_name!r}, the network's is {wanted!r}."
-            f"{_better_prefix(file_weights, ours, prefix)}"
+            f"{_better_prefix(file_weights, state, prefix)}"
         )
-    network.load_state_dict({name: _spread_like(ours[name], value) for name, value in fitting.items()}, strict=False)
+    network.load_state_dict({name: _spread_like(state[name], value) for name, value in fitting.items()}, strict=False)
     if not say:
         return
-    log.info("%d of the network's %d tensors begin as in %s.", len(fitting), len(ours), path)
+    log.info("%d of the network's %d tensors begin as in %s.", len(fitting), len(state), path)
     left = {
         "Of another shape": [
-            f"{name} ({tuple(value.shape)} there, {tuple(ours[name].shape)} here)"
+            f"{name} ({tuple(value.shape)} there, {tuple(state[name].shape)} here)"
             for name, value in named.items()
-            if name in ours and name not in fitting
+            if name in state and name not in fitting
         ],
-        "not in the file": [name for name in ours if name not in named],
-        "not in the network": [name for name in file_weights if not name.startswith(prefix) or name[len(prefix) :] not in ours],
+        "not in the file": [name for name in state if name not in named],
+        "not in the network": [
+            name for name in file_weights if not name.startswith(prefix) or name[len(prefix) :] not in state
+        ],
     }
     if text := "; ".join(f"{what}: {_listed(names)}" for what, names in left.items() if names):
         log.warning("What did not fit was left as it is. %s", text[:1].upper() + text[1:])
 
 
-def _spread_like(ours: Tensor, given: Tensor | Stored) -> Tensor:
+def _spread_like(like: Tensor, given: Tensor | Stored) -> Tensor:
     """Returns this rank's shard of a value, where the network is sharded, without communication."""
     value = given.read() if isinstance(given, Stored) else given
-    if not isinstance(ours, DTensor):
+    if not isinstance(like, DTensor):
         return value
-    return distribute_tensor(value.to(ours.device), ours.device_mesh, ours.placements, src_data_rank=None)
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _read(path: Path) -> dict[str, Tensor | Stored]:
@@ -94,16 +96,16 @@ def _read_safetensors(path: Path) -> dict[str, Tensor | Stored]:
     return tensors
 
 
-def _better_prefix(file_weights: Mapping[str, Tensor | Stored], ours: Mapping[str, Tensor], given: str) -> str:
+def _better_prefix(file_weights: Mapping[str, Tensor | Stored], state: Mapping[str, Tensor], given: str) -> str:
     """Returns a hint with the prefix with which the most would fit."""
-    name = next((name for name, value in ours.items() if value.ndim), "")
+    name = next((name for name, value in state.items() if value.ndim), "")
     prefixes = {other[: -len(name)] for other in file_weights if name and other.endswith(name)} - {given}
     shapes = {name: value.shape for name, value in file_weights.items()}
-    counts = {prefix: sum(shapes.get(prefix + name) == value.shape for name, value in ours.items()) for prefix in prefixes}
+    counts = {prefix: sum(shapes.get(prefix + name) == value.shape for name, value in state.items()) for prefix in prefixes}
     best = max(counts, key=counts.__getitem__, default=None)
     if best is None or not counts[best]:
         return " HINT: is it of the same kind of network?"
-    return f" HINT: with model.init_prefix={best!r} {counts[best]} of {len(ours)} would fit."
+    return f" HINT: with model.init_prefix={best!r} {counts[best]} of {len(state)} would fit."
 
 
 def _listed(names: list[str]) -> str:

@@ -168,12 +168,12 @@ class Resuming(_CheckpointConnector):
         self, state_fn: TrainerFn, ckpt_path: str | Path | None, model_provided: bool, model_connected: bool
     ) -> str | Path | None:
         """`ckpt_path="last"` is the newest of this run's folder; Lightning looks for those of its ModelCheckpoint."""
-        ours = ckpt_path == "last" and checkpoints_of(self.trainer)
+        is_of_run = ckpt_path == "last" and checkpoints_of(self.trainer)
         # All ranks look, so nothing is set aside.
-        newest = newest_good(Path(self.trainer.default_root_dir) / "checkpoints", set_aside=False) if ours else None
+        newest = newest_good(Path(self.trainer.default_root_dir) / "checkpoints", set_aside=False) if is_of_run else None
         if newest is not None:
             return str(newest[0])
-        if ours and state_fn == TrainerFn.FITTING and not callbacks_of(self.trainer, ModelCheckpoint):
+        if is_of_run and state_fn == TrainerFn.FITTING and not callbacks_of(self.trainer, ModelCheckpoint):
             log.warning("There is no checkpoint in %s: the run begins at its beginning.", self.trainer.default_root_dir)
             return None
         return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
@@ -440,9 +440,9 @@ def refuse_tensors_made_later(saved: Mapping[str, object], at_start: Shapes) -> 
 def resize_buffers(module: nn.Module, saved: Mapping[str, object]) -> None:
     """Gives buffers the shapes that were saved (a queue may have grown). A UserError reports another network."""
     buffers, differing = dict(module.named_buffers()), []
-    ours, tensors = _tensors(module.state_dict(keep_vars=True)), _tensors(saved)
-    for name in {**ours, **tensors}:
-        here, value = ours.get(name), tensors.get(name)
+    own, tensors = _tensors(module.state_dict(keep_vars=True)), _tensors(saved)
+    for name in {**own, **tensors}:
+        here, value = own.get(name), tensors.get(name)
         if here is not None and (is_lazy(here) or (value is not None and here.shape == value.shape)):
             continue
         if name in buffers and value is not None:

@@ -63,8 +63,13 @@ def apply_structure(trainer: Trainer, wanted: Structure) -> None:
     if len(wanted["groups"]) != len(trainer.optimizers):
         return
     now = current_structure(trainer)["groups"]
-    for optimizer, groups, ours in zip(trainer.optimizers, wanted["groups"], now, strict=True):
-        if groups is None or ours is None or groups == ours or any(name not in named for group in groups for name in group):
+    for optimizer, groups, current in zip(trainer.optimizers, wanted["groups"], now, strict=True):
+        if (
+            groups is None
+            or current is None
+            or groups == current
+            or any(name not in named for group in groups for name in group)
+        ):
             continue
         before = optimizer.param_groups
         optimizer.param_groups = [

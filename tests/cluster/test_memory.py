@@ -27,6 +27,7 @@ print([faults() for _ in range(12)][-1], held() - before)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
+@pytest.mark.slow
 def test_freed_memory_stays():
     results = {}
     for mode in ("keep", "small", "no"):

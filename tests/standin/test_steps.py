@@ -60,6 +60,7 @@ def steady(folder: Path) -> dict[str, float]:
     return measured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.faults), 3])
 @pytest.mark.parametrize("capture", ["none", "auto"])
 def test_images_never_make_the_host_wait(gpu: Cli, tmp_path: Path, ranks: int, capture: str) -> None:
@@ -73,6 +74,7 @@ def test_images_never_make_the_host_wait(gpu: Cli, tmp_path: Path, ranks: int, c
     assert steady(tmp_path)["launches"] < (12 if capture == "auto" else 150 * micro_batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_module_with_prog_bar_and_sync_dist_does_not_either(gpu: Cli, tmp_path: Path, ranks: int) -> None:
     """The loss of LanguageModel is shown on the bar, and reduced over the ranks, in each step."""

@@ -112,7 +112,11 @@ def test_who_debugs_keeps_core_dumps(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "on"),
-    [pytest.param("python", 0, marks=pytest.mark.faults), ("python", 1), pytest.param("torchrun", 1, marks=pytest.mark.faults)],
+    [
+        pytest.param("python", 0, marks=pytest.mark.faults),
+        pytest.param("python", 1, marks=pytest.mark.slow),
+        pytest.param("torchrun", 1, marks=pytest.mark.faults),
+    ],
 )
 def test_a_rank_that_aborts_is_named_and_the_others_end_with_75(cli: Any, launcher: str, on: int) -> None:
     launched = {"torchrun": 3} if launcher == "torchrun" else {}

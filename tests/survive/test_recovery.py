@@ -106,7 +106,13 @@ def final(folder: Path) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("run", "launcher", "ranks", "strikes"),
     [
-        ("minires, copied by cost", "python", 3, [{"rank": 1, "step": 7}, {"rank": 0, "step": 11, "where": "accumulation"}]),
+        pytest.param(
+            "minires, copied by cost",
+            "python",
+            3,
+            [{"rank": 1, "step": 7}, {"rank": 0, "step": 11, "where": "accumulation"}],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "own",
             "torchrun",
@@ -153,6 +159,7 @@ def test_a_run_whose_ranks_are_killed_is_the_run_of_ranks_that_are_not(tmp_path,
     assert processes_of(killed) == []
 
 
+@pytest.mark.slow
 def test_a_users_class_is_made_when_it_is_needed_with_what_the_seed_gives(tmp_path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     killed.mkdir()
@@ -303,6 +310,7 @@ def test_ranks_compute_in_threads_after_a_users_module_has_when_it_was_imported(
     assert "threads: 2" in done.output
 
 
+@pytest.mark.slow
 def test_ranks_that_are_lost_again_and_again_are_given_up(tmp_path):
     always = "--trainer.callbacks=" + json.dumps([{"class_path": "tests.survive.broken.AlwaysKilled"}])
     done = program(tmp_path, *RUNS["own"], *RECOVER, "--trainer.devices=2", always)
@@ -315,6 +323,7 @@ def test_ranks_that_are_lost_again_and_again_are_given_up(tmp_path):
     wait_until((folder / "report.html").is_file, 60, "no rank is left that writes the report")
 
 
+@pytest.mark.slow
 def test_in_a_pod_it_is_said_how_to_keep_others_from_a_bad_node(tmp_path):
     pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "PROJECT_NODE": "node-7"}
     done = program(tmp_path, *RUNS["own"], *RECOVER, "--recover.strikes=1", faults({"rank": 0, "step": 6}), **pod)

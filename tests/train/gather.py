@@ -108,5 +108,5 @@ class Normed(Regression):
     """Logs a norm of its gradient."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        norm = torch.stack([one.grad.norm() for one in self.parameters() if one.grad is not None]).norm()
+        norm = torch.stack([parameter.grad.norm() for parameter in self.parameters() if parameter.grad is not None]).norm()
         self.log("norm", norm)

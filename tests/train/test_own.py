@@ -149,6 +149,7 @@ def test_a_run_that_was_killed_goes_on(folders, module, step, ranks):
         assert same(checkpoint[part], expected[part]), part
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "tags"), [("gpt", ["train/loss", "val/loss"]), ("automatic", ["loss_step", "loss_epoch"])])
 def test_other_numbers_of_ranks_on_the_way(folders, module, tags):
     """2 -> 1 -> 3, stopped by a signal within an epoch and within a validation."""

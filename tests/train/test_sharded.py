@@ -113,6 +113,7 @@ def furthest(state, reference):
     return max((before.double() - after.double()).abs().max().item() for before, after in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "settings"),
     [
@@ -169,6 +170,7 @@ def test_what_is_computed_and_what_is_sent_may_have_a_type_of_its_own(train):
         assert {value.dtype for value in state["module"].values() if isinstance(value, torch.Tensor)} == {torch.float32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"param_dtype": "bf16", "reduce_dtype": "fp32"}], ids=["alike", "computed-in-bf16"])
 def test_what_is_sent(train, settings):
     """4 micro-batches a rank in each of 9 steps; 3 blocks and the root. Gradients are added up once a step. Parameters are

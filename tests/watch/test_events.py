@@ -35,11 +35,11 @@ def test_a_run_that_goes_on_has_each_point_once(tmp_path):
     for tag, step in (("lr", 3), ("it/loss", 3), ("train/loss", 4), ("it/loss", 4)):
         killed.log_metrics({tag: 7.0}, step=step)
     killed.flush()
-    goes_on = Events(str(tmp_path))
-    goes_on.resume_at(3, saved)
+    resumed = Events(str(tmp_path))
+    resumed.resume_at(3, saved)
     for tag, step in (("lr", 3), ("lr", 3), ("it/loss", 3), ("train/loss", 4)):
-        goes_on.log_metrics({tag: 0.5}, step=step)
-    goes_on.finalize("success")
+        resumed.log_metrics({tag: 0.5}, step=step)
+    resumed.finalize("success")
     curves = shown(tmp_path, "train/loss", "lr", "it/loss")
     assert curves == [[(3, 1.0), (4, 0.5)], [(3, 0.25), (3, 0.5)], [(3, 0.5)]]
 

@@ -316,9 +316,9 @@ def test_a_file_that_was_cut_short_is_gone_on_with(tmp_path):
     killed.save()
     with path.open("a") as file:
         file.write("5,0.")
-    goes_on = CsvFile(path, until=3)
-    goes_on.log_metrics({"loss": 7.0}, 3)
-    goes_on.save()
+    resumed = CsvFile(path, until=3)
+    resumed.log_metrics({"loss": 7.0}, 3)
+    resumed.save()
     assert path.read_text().split() == ["step,acc,loss", "1,,1.0", "2,,0.5", "3,,7.0"]
 
 
