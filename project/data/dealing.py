@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data.sampler import BatchSampler
 from typing_extensions import NotRequired, Unpack
 
+from project.data.generators import Generators
 from project.data.order import Key, MicroBatchSampler, Order, chance, size_of
 from project.data.values import Attributes
 from project.data.worker_signals import with_signals
@@ -107,7 +108,7 @@ class SeededLoader(DealtLoader):
                     names,
                 )
         collate = self.collate_fn
-        seeded = vars(self)["dataset"] = SeededDataset(own, self.watched)  # for the iterator that is made here
+        seeded = vars(self)["dataset"] = SeededDataset(own, collate, self.watched)  # for the iterator that is made here
         if self.reports_draws:
             self.reports_draws, seeded.notes_draws, self.collate_fn = False, True, partial(seeded.collate, collate)
         try:
@@ -169,15 +170,18 @@ class SeededDataset(Dataset[object]):
     _states_of_samples: States | None = None
     """The generators' states when the samples of the first micro-batch had been read."""
 
-    def __init__(self, dataset: Dataset[object], watched: bool = False) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Dataset[object], collate_fn: object, watched: bool = False) -> None:
+        self.dataset, self.collate_fn = dataset, collate_fn
         self._checks, self._attributes = 3 if watched else 0, Attributes()
+        self._generators: Generators | None = None  # of the process that looks
 
     def __len__(self) -> int:
         return size_of(self.dataset)
 
     def __getattr__(self, name: str) -> object:
-        if name in ("dataset", "_checks", "_attributes") or name.startswith("__"):  # not there yet, while it is unpickled
+        if name in ("dataset", "collate_fn", "_checks", "_attributes", "_generators") or name.startswith(
+            "__"
+        ):  # not there yet, while it is unpickled
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -217,7 +221,10 @@ class SeededDataset(Dataset[object]):
         if info is None or info.id:
             return
         self._checks -= 1
-        if names := self._attributes.moved(self.dataset):
+        self._generators = self._generators or Generators(
+            [(type(self.dataset).__name__, self.dataset), (getattr(self.collate_fn, "__name__", "collate_fn"), self.collate_fn)]
+        )
+        if names := self._attributes.moved(self.dataset) or ", ".join(self._generators.moved()):
             self._checks = 0
             log.warning(
                 "%s: changed in a loader process, which has a copy of its own: with other processes or ranks, and after a "

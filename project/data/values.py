@@ -55,6 +55,13 @@ def is_in_a_library(module: str) -> bool:
     return root in _LIBRARIES or (root in sys.stdlib_module_names and root != "__main__")
 
 
+def is_own_file(module: str) -> bool:
+    """Returns whether a module is a file of the user's, and no installed package; also what is typed into a notebook."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    installed = file is None or "site-packages" in file or "dist-packages" in file
+    return module == "__main__" or not (installed or is_in_a_library(module))
+
+
 class Digests:
     """Computes digests of values, down to the attributes of the user's own objects, but for the objects in `apart`."""
 
@@ -111,10 +118,10 @@ class Digests:
             parts = sorted(self._digest(item, deep - 1) or b"" for item in islice(value, _MOST))
             return _joined([self._digest(len(value), deep), *parts])
         if isinstance(value, Mapping):
-            ends = _ends(value.items()) if isinstance(value, dict) else _ends([*value.items()])
+            ends = ends_of(value.items()) if isinstance(value, dict) else ends_of([*value.items()])
             return self._joined_ends(len(value), [part for name, item in ends for part in (str(name), item)], deep)
         if isinstance(value, Sequence):
-            return self._joined_ends(len(value), _ends(value), deep)
+            return self._joined_ends(len(value), ends_of(value), deep)
         return self._of_object(value, deep)
 
     def _of_numbers(self, value: Tensor | np.ndarray, deep: int) -> Digest:
@@ -168,7 +175,7 @@ class Digests:
             return self._digest(value.num_generated, deep)
         if (state := _state_by_torch(value)) is not None:
             return self._digest(state, deep)
-        kept = _kept(value)
+        kept = attributes_of(value)
         if isinstance(value, type) or is_of_a_library(type(value)) or kept is None:
             # Where an iterator stands nobody can ask it. A file is one, too.
             return os.urandom(8) if isinstance(value, Iterator) and not isinstance(value, io.IOBase) else None
@@ -191,7 +198,7 @@ class Digests:
         return _joined([name, value.__code__.co_code, *(digest for digest in digests if digest is not None)])
 
 
-def _kept(value: object) -> dict[str, object] | None:
+def attributes_of(value: object) -> dict[str, object] | None:
     """Returns an object's attributes, also those that have slots; None where it has none of its own."""
     slots = {
         name
@@ -263,7 +270,7 @@ class _Ended(Sized, Reversible[T_co], Protocol[T_co]):
     """A list, a tuple, a deque, or what a dict gives of its items."""
 
 
-def _ends(items: _Ended[T]) -> list[T]:
+def ends_of(items: _Ended[T]) -> list[T]:
     """Returns the items of a sequence or a dict; of a long one, those at its ends."""
     ends = [*islice(items, 2 * _MOST)]
     if len(items) > len(ends):  # a deque has no slices

@@ -112,7 +112,7 @@ class ExaminedRun:
             return {}
         size = size_of(loader.dataset)
         few = Samples(sorted({0, size // 2, size - 1}))  # what the dataset draws at random for them is the same on all hosts
-        items = SeededDataset(loader.dataset).__getitems__(few) if size else []
+        items = SeededDataset(loader.dataset, loader.collate_fn).__getitems__(few) if size else []
         digest, sizes = hashlib.sha256(), list[int]()
 
         def note(value: object) -> None:

@@ -6,7 +6,7 @@ import re
 import sys
 from collections import Counter, deque
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from inspect import getattr_static
 from types import FunctionType, GeneratorType, ModuleType
 from typing import TypeVar
@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric, Metric
 
-from project.data.values import CACHED, GENERATORS, Digests, is_in_a_library, is_of_a_library
+from project.data.generators import Generators
+from project.data.values import CACHED, GENERATORS, Digests, ends_of, is_of_a_library, is_own_file
 from project.step.evaluation import loaders_of
 from project.typed import StateDict, typed
 
@@ -53,7 +54,7 @@ def attributes(trainer: Trainer) -> Attributes:
     """Returns digests of the attributes of the user's objects, and of what their hooks and files keep."""
     digests = Digests(_saved_elsewhere(trainer))
     kept = {name: _values(owner) for name, owner in owners(trainer)}
-    for name, more in (*_hooks(trainer), *_layers(trainer), *_attached(trainer), *_globals(trainer)):
+    for name, more in (*_hooks(trainer), *_functions(trainer), *_layers(trainer), *_attached(trainer), *_globals(trainer)):
         kept[name] = {**kept.get(name, {}), **more}
     return {
         name: {attribute: digests.of(value) or UNKNOWN for attribute, value in values.items()} for name, values in kept.items()
@@ -81,9 +82,13 @@ def by_name(attributes: Attributes) -> dict[str, bytes]:
     return {f"{owner}.{attribute}": digest for owner, values in attributes.items() for attribute, digest in values.items()}
 
 
-def unsaved_attributes(trainer: Trainer, before: Attributes, checkpoint: StateDict) -> list[str]:
-    """Returns the names of attributes that have changed since `before`, and that a checkpoint of now does not hold."""
+def unsaved_attributes(trainer: Trainer, before: Attributes, drawn: Mapping[str, bytes], checkpoint: StateDict) -> list[str]:
+    """Returns the names of attributes that have changed since `before`, and that a checkpoint of now does not hold.
+
+    `drawn`: digests of generators that have drawn since then, by name; those in these attributes need no line of their own.
+    """
     changed = changed_attributes(attributes(trainer), before)
+    changed |= {name: digest for name, digest in drawn.items() if not any(f"{name}.".startswith(f"{of}.") for of in changed)}
     if not changed:  # what is saved may be large, and is looked at for these alone
         return []
     digests = Digests(_saved_elsewhere(trainer))
@@ -97,11 +102,22 @@ def unsaved_attributes(trainer: Trainer, before: Attributes, checkpoint: StateDi
     known = {
         type(callback).__name__: digests.within(states_of.get(callback.state_key)) for callback in typed(trainer).callbacks
     }
-    return [
-        name
-        for name, digest in changed.items()
-        if (holds := known.get(re.split("[ .]", name)[0], saved)) is not None and digest not in holds
-    ]
+    kept = dict(values(trainer))
+
+    def is_saved(name: str, digest: bytes) -> bool:
+        holds = known.get(re.split("[ .]", name)[0], saved)
+        return holds is None or digest in holds or digests.of(_own_state(kept.get(name))) in holds
+
+    return [name for name, digest in changed.items() if not is_saved(name, digest)]
+
+
+def _own_state(value: object) -> object:
+    """Returns what an object (an average of the weights, say) saves by itself, which a user puts in a checkpoint; else None."""
+    method = getattr(type(value), "state_dict", None)
+    try:
+        return method(value) if callable(method) else None
+    except Exception:  # the object's, which the user does not call, then
+        return None
 
 
 def owners(trainer: Trainer) -> Iterator[tuple[str, object]]:
@@ -113,8 +129,28 @@ def owners(trainer: Trainer) -> Iterator[tuple[str, object]]:
     callbacks = typed(trainer).callbacks
     data = typed(trainer).datamodule
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
-    others = (*callbacks, data, *loaders_of(trainer).objects_reading_in_process, *trainer.optimizers, *schedules)
+    readers = {id(inner): inner for reader in loaders_of(trainer).readers_in_process for inner in _behind(reader)}
+    others = (*callbacks, data, *readers.values(), *trainer.optimizers, *schedules)
     yield from _numbered(owner for owner in others if owner is not None and not is_of_a_library(type(owner)))
+
+
+def _behind(reader: object, deep: int = 4) -> Iterator[object]:
+    """Yields a reader of samples, or the users' objects behind it, if it is Python's or torch's: a Subset, a partial."""
+    if isinstance(reader, FunctionType) or not is_of_a_library(type(reader)):
+        yield from [] if isinstance(reader, (FunctionType, type)) else [reader]
+    elif deep:
+        parts = reader if isinstance(reader, (list, tuple)) else [*vars(reader).values()] if hasattr(reader, "__dict__") else []
+        parts = [reader.func, reader.args, *reader.keywords.values()] if isinstance(reader, partial) else parts
+        for part in ends_of(parts):
+            yield from _behind(part, deep - 1)
+
+
+def readers(trainer: Trainer) -> Iterator[tuple[str, object]]:
+    """Yields the functions with which this process reads samples, with their names."""
+    for reader in loaders_of(trainer).readers_in_process:
+        function = reader.func if isinstance(reader, partial) else reader
+        if isinstance(function, FunctionType) and not is_of_a_library(function):
+            yield f"DataLoader.{function.__qualname__}", reader
 
 
 def _numbered(objects: Iterable[object]) -> Iterator[tuple[str, object]]:
@@ -128,6 +164,12 @@ def _numbered(objects: Iterable[object]) -> Iterator[tuple[str, object]]:
 
 def _name(module: LightningModule, path: str) -> str:
     return f"{type(module).__name__}{'.' if path else ''}{path}"
+
+
+def generators(trainer: Trainer) -> Generators:
+    """Returns the random generators that the user's objects and functions hold, wherever in them."""
+    apart = (trainer, trainer.strategy, *trainer.loggers, *trainer.lightning_module.parameters())
+    return Generators([*readers(trainer), *owners(trainer)], apart)
 
 
 def _saved_elsewhere(trainer: Trainer) -> Iterator[object]:
@@ -210,6 +252,11 @@ def _hooks(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
             yield _name(module, path), those
 
 
+def _functions(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Yields the functions that put samples together: what they have closed over may change."""
+    yield "DataLoader", {name.partition(".")[2]: function for name, function in readers(trainer)}
+
+
 def _layers(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Yields the kind and the settings of libraries' layers, such as the probability of a dropout."""
     module = trainer.lightning_module
@@ -232,7 +279,8 @@ def _attached(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
 def _globals(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Yields what the files keep in which the user's classes are, and those of the user's that they import."""
     of_owners = {kind for _, owner in owners(trainer) for kind in type(owner).__mro__ if not is_of_a_library(kind)}
-    files, new = set[str](), {kind.__module__ for kind in of_owners} & sys.modules.keys()
+    of_functions = {getattr(reader, "func", reader).__module__ for _, reader in readers(trainer)}
+    files, new = set[str](), ({kind.__module__ for kind in of_owners} | of_functions) & sys.modules.keys()
     while new and len(files) < _MOST_FILES:
         files |= new
         new = {
@@ -240,7 +288,7 @@ def _globals(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
         }
     for name in sorted(files):
         kept = vars(sys.modules[name])
-        if not _is_own(name):  # a package whose class is the user's network, or in it
+        if not is_own_file(name):  # a package whose class is the user's network, or in it
             yield name, _plain(kept)
             continue
         yield name, _plain(kept, files)
@@ -257,11 +305,4 @@ def _file_of(value: object) -> str:
     if not isinstance(value, (ModuleType, FunctionType, type)):
         return ""
     name = str(value.__name__ if isinstance(value, ModuleType) else value.__module__)
-    return name if name in sys.modules and _is_own(name) else ""
-
-
-def _is_own(name: str) -> bool:
-    """Returns whether a module is a file of the user's, and no installed package; also what is typed into a notebook."""
-    file = getattr(sys.modules[name], "__file__", None)
-    installed = file is None or "site-packages" in file or "dist-packages" in file
-    return name == "__main__" or not (installed or is_in_a_library(name))
+    return name if name in sys.modules and is_own_file(name) else ""

@@ -6,7 +6,7 @@ user runs but what saves its state. What changes later is named by the run that 
 """
 
 import logging
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
 from project.checkpoints.callback import checkpoints_of
+from project.data.generators import Generators
 from project.data.values import GENERATORS
 from project.exact.checks import MovedWeights, check_compiled
 from project.resume.attributes import (
@@ -23,6 +24,7 @@ from project.resume.attributes import (
     attributes,
     by_name,
     changed_attributes,
+    generators,
     unsaved_attributes,
     values,
 )
@@ -56,6 +58,7 @@ class Rehearsal(Callback):
         resuming = typed(trainer).resuming
         self._at_start = attributes(trainer) if resuming.changed_values else {}
         self._before: Attributes | None = None  # the values at the first step; {} once they have been compared
+        self._generators: Generators | None = None  # of a run that begins
         self._buffers: MovedWeights | None = None  # those of the first step
         self._reported = set[str]()
         self._first_step = trainer.global_step
@@ -72,6 +75,7 @@ class Rehearsal(Callback):
         self._before = {}
         if checkpoints_of(trainer) and not is_sharded(trainer) and not typed(trainer).fast_dev_run:
             self._before = attributes(trainer)
+            self._generators = generators(trainer) if trainer.global_step == 0 else None
             connector = typed(trainer).resuming  # which has none of objects that were made since the fit began (training sets)
             connector.values_as_built = {**self._before, **connector.values_as_built}
             self._warn_of_lost_values(trainer, self._before)
@@ -113,12 +117,13 @@ class Rehearsal(Callback):
             self._compare_micro_batches(trainer)
         if self._before and (trainer.global_step >= self._first_step + _STEPS or trainer.is_last_batch):
             checkpoint = typed(trainer).resuming.dump_checkpoint(weights_only=False)
-            unsaved = unsaved_attributes(trainer, self._before, checkpoint)
-            self._before = {}
+            drawn = self._generators.moved() if self._generators is not None else {}
+            unsaved = unsaved_attributes(trainer, self._before, drawn, checkpoint)
+            self._before, self._generators = {}, None
             _warn(
                 "changed in the first steps, and not in what a checkpoint holds, so that a resumed run begins with what it was "
                 "at the start. HINT: {hint}.",
-                *(trainer, [name for name in unsaved if name not in self._reported]),
+                *(trainer, [name for name in unsaved if name not in self._reported], drawn),
             )
 
     def _warn_of_lost_values(self, trainer: Trainer, now: Attributes) -> None:
@@ -138,13 +143,15 @@ class Rehearsal(Callback):
         )
 
 
-def _warn(text: str, trainer: Trainer, names: Sequence[str]) -> None:
+def _warn(text: str, trainer: Trainer, names: Sequence[str], drawn: Iterable[str] = ()) -> None:
+    """Prints a warning with names of attributes, and the hint for each; `drawn`: the names of generators that have drawn."""
     if names and trainer.is_global_zero:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         known = {name: value for name, value in values(trainer) if name in names}
         by_hint: dict[str, list[str]] = {}
         for name in sorted(names):
             hint = next((hint for kinds, hint in _HINTS if isinstance(known.get(name), kinds)), _KEEP)
+            hint = _DRAW if any(f"{generator}.".startswith(f"{name}.") for generator in drawn) else hint
             by_hint.setdefault(hint, []).append(name)
         whose = [f"{', '.join(those[:_SHOWN])}: {hint}" for hint, those in by_hint.items()]
         hint = "; ".join(whose) if len(whose) > 1 or _KEEP not in by_hint else _KEEP

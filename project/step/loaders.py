@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FunctionType
 from typing import Literal, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -86,9 +85,9 @@ class Loaders(_DataConnector):
         self.attached = datamodule
 
     @property
-    def objects_reading_in_process(self) -> list[object]:
-        """Returns the objects with which this process itself, and no loader process, reads samples: training sets, and what
-        puts them together; of a loader that is left as it is its samplers, too.
+    def readers_in_process(self) -> list[object]:
+        """Returns the objects and functions with which this process itself, and no loader process, reads samples: training
+        sets, and what puts them together; of a loader that is left as it is its samplers, too.
         """
         dealt = [loader for loader in self._dealt if not loader.num_workers]
         read: list[object] = [part for loader in dealt for part in (loader.dataset, loader.collate_fn)]
@@ -97,8 +96,8 @@ class Loaders(_DataConnector):
                 parts = vars(loader) if hasattr(loader, "__dict__") else {}
                 names = "batch_sampler", "sampler", *(() if parts.get("num_workers") else ("dataset", "collate_fn"))
                 read += [loader, *(parts[name] for name in names if name in parts)]
-        functions = [getattr(part, "__self__", part) for part in read]  # a method's own object
-        return [*{id(part): part for part in functions if part is not None and not isinstance(part, FunctionType)}.values()]
+        those = [getattr(part, "__self__", part) for part in read]  # a method's own object
+        return [*{id(part): part for part in those if part is not None}.values()]
 
     # The user's limits ------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,117 @@
+"""Finds the random generators that users' objects hold, wherever these lie: behind a Subset, in a partial or a closure, in a
+library's object that a function uses by its name.
+
+No code of the user runs: attributes are read as they lie in an object, and names as they stand in a function's code.
+"""
+
+import random
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from project.data.values import CACHED, GENERATORS, Digests, attributes_of, ends_of, is_of_a_library, is_own_file
+
+_MOST = 20_000  # objects that are looked at: a tenth of a second
+_SHARED = (np.random.rand.__self__, random.random.__self__, torch.default_generator)  # type: ignore[attr-defined]
+"""The generators that all have, which are seeded for each micro-batch."""
+_NOTHING_INSIDE = (str, bytes, int, float, complex, bool, type(None), Tensor, np.ndarray, nn.Parameter, random.SystemRandom)
+
+
+class Generators:
+    """Tells which generators that are held by some objects have drawn since the first look.
+
+    Args:
+        holders: the objects, by name.
+        apart: objects that are not entered.
+    """
+
+    def __init__(self, holders: Iterable[tuple[str, object]], apart: Iterable[object] = ()) -> None:
+        self._held = dict(_generators(holders, apart))
+        self._before = self._digests()
+
+    def moved(self) -> dict[str, bytes]:
+        """Returns digests of the generators that have drawn, by name: the way to them from an object."""
+        return {name: digest for name, digest in self._digests().items() if digest != self._before[name]}
+
+    def _digests(self) -> dict[str, bytes]:
+        digests = Digests()
+        return {name: digests.of(generator) or b"" for name, generator in self._held.items()}
+
+
+def _generators(holders: Iterable[tuple[str, object]], apart: Iterable[object]) -> Iterator[tuple[str, object]]:
+    """Yields the generators that objects hold, with their names; the nearest objects are looked at first."""
+    queue = deque(holders)
+    seen = {id(thing): thing for thing in (*apart, *_SHARED)}
+    while queue and len(seen) < _MOST:
+        name, value = queue.popleft()
+        if id(value) in seen or isinstance(value, _NOTHING_INSIDE):
+            continue
+        seen[id(value)] = value  # which keeps it: another one could have its id
+        if isinstance(value, GENERATORS):
+            yield name, value
+        else:
+            queue.extend((f"{name}.{part}", item) for part, item in _inside(value))
+
+
+def _inside(value: object) -> Iterator[tuple[str, object]]:
+    """Yields what an object holds, with its names."""
+    if isinstance(value, dict):
+        yield from ((str(key), item) for key, item in ends_of(value.items()))
+    elif isinstance(value, (list, tuple, deque)):
+        yield from ((str(number), item) for number, item in enumerate(ends_of(value)))
+    elif isinstance(value, (set, frozenset)):
+        yield from (("item", item) for item in ends_of([*value]))
+    elif isinstance(value, FunctionType):
+        yield from _inside_function(value)
+    elif isinstance(value, MethodType):
+        yield from (("__self__", value.__self__), (value.__name__, value.__func__))
+    elif isinstance(value, partial):
+        yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+    elif isinstance(value, (staticmethod, classmethod, CACHED)):
+        yield "__wrapped__", value.__wrapped__
+    elif isinstance(value, property):
+        yield "getter", value.fget
+    elif isinstance(value, type):
+        if not is_of_a_library(value) and is_own_file(value.__module__):
+            yield from vars(value).items()
+            yield from ((base.__name__, base) for base in value.__bases__)
+    elif not isinstance(value, ModuleType):
+        yield from (attributes_of(value) or {}).items()
+        yield type(value).__name__, type(value)
+
+
+def _inside_function(function: FunctionType) -> Iterator[tuple[str, object]]:
+    """Yields what a function has closed over, its default arguments, and the global objects that stand in its code by name; of
+    a package's function no other functions and classes: they would lead through the whole package.
+    """
+    if is_of_a_library(function):
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # nothing is in it yet
+            continue
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    yield from (("default", item) for item in defaults)
+    yield from function.__dict__.items()
+    names, own = {*_names(function.__code__)}, is_own_file(function.__module__)
+    for name in names & function.__globals__.keys():
+        value = function.__globals__[name]
+        parts: Mapping[str, object] = {name: value}
+        if isinstance(value, ModuleType):
+            is_users = own and value.__name__ in sys.modules and is_own_file(value.__name__)
+            parts = {f"{name}.{part}": vars(value)[part] for part in names & vars(value).keys()} if is_users else {}
+        yield from ((part, item) for part, item in parts.items() if own or not isinstance(item, (FunctionType, type)))
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
