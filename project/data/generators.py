@@ -9,7 +9,8 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import cast
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from project.data.values import CACHED, GENERATORS, Digests, attributes_of, ends_of, is_of_a_library, is_own_file
 
 _MOST = 20_000  # objects that are looked at: a tenth of a second
-_SHARED = (np.random.rand.__self__, random.random.__self__, torch.default_generator)  # type: ignore[attr-defined]
+_SHARED = (*(cast(BuiltinFunctionType, draw).__self__ for draw in (np.random.rand, random.random)), torch.default_generator)
 """The generators that all have, which are seeded for each micro-batch."""
 _NOTHING_INSIDE = (str, bytes, int, float, complex, bool, type(None), Tensor, np.ndarray, nn.Parameter, random.SystemRandom)
 
@@ -56,11 +57,11 @@ def _generators(holders: Iterable[tuple[str, object]], apart: Iterable[object]) 
         if isinstance(value, GENERATORS):
             yield name, value
         else:
-            queue.extend((f"{name}.{part}", item) for part, item in _inside(value))
+            queue.extend((f"{name}.{part}" if part else name, item) for part, item in _inside(value))
 
 
 def _inside(value: object) -> Iterator[tuple[str, object]]:
-    """Yields what an object holds, with its names."""
+    """Yields what an object holds, with the names of its parts; with none, what is the object itself in another way."""
     if isinstance(value, dict):
         yield from ((str(key), item) for key, item in ends_of(value.items()))
     elif isinstance(value, (list, tuple, deque)):
@@ -70,20 +71,20 @@ def _inside(value: object) -> Iterator[tuple[str, object]]:
     elif isinstance(value, FunctionType):
         yield from _inside_function(value)
     elif isinstance(value, MethodType):
-        yield from (("__self__", value.__self__), (value.__name__, value.__func__))
+        yield from (("", value.__self__), (value.__name__, value.__func__))
     elif isinstance(value, partial):
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
     elif isinstance(value, (staticmethod, classmethod, CACHED)):
-        yield "__wrapped__", value.__wrapped__
+        yield "", value.__wrapped__
     elif isinstance(value, property):
-        yield "getter", value.fget
+        yield "", value.fget
     elif isinstance(value, type):
         if not is_of_a_library(value) and is_own_file(value.__module__):
             yield from vars(value).items()
-            yield from ((base.__name__, base) for base in value.__bases__)
+            yield from (("", base) for base in value.__bases__)
     elif not isinstance(value, ModuleType):
         yield from (attributes_of(value) or {}).items()
-        yield type(value).__name__, type(value)
+        yield "", type(value)
 
 
 def _inside_function(function: FunctionType) -> Iterator[tuple[str, object]]:

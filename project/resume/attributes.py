@@ -113,7 +113,7 @@ def unsaved_attributes(trainer: Trainer, before: Attributes, drawn: Mapping[str,
 
 def _own_state(value: object) -> object:
     """Returns what an object (an average of the weights, say) saves by itself, which a user puts in a checkpoint; else None."""
-    method = getattr(type(value), "state_dict", None)
+    method = getattr_static(type(value), "state_dict", None)
     try:
         return method(value) if callable(method) else None
     except Exception:  # the object's, which the user does not call, then
@@ -148,9 +148,14 @@ def _behind(reader: object, deep: int = 4) -> Iterator[object]:
 def readers(trainer: Trainer) -> Iterator[tuple[str, object]]:
     """Yields the functions with which this process reads samples, with their names."""
     for reader in loaders_of(trainer).readers_in_process:
-        function = reader.func if isinstance(reader, partial) else reader
-        if isinstance(function, FunctionType) and not is_of_a_library(function):
+        if function := _function(reader):
             yield f"DataLoader.{function.__qualname__}", reader
+
+
+def _function(reader: object) -> FunctionType | None:
+    """Returns the user's function that a reader of samples is, or is a partial of."""
+    function = reader.func if isinstance(reader, partial) else reader
+    return function if isinstance(function, FunctionType) and not is_of_a_library(function) else None
 
 
 def _numbered(objects: Iterable[object]) -> Iterator[tuple[str, object]]:
@@ -279,7 +284,7 @@ def _attached(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
 def _globals(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Yields what the files keep in which the user's classes are, and those of the user's that they import."""
     of_owners = {kind for _, owner in owners(trainer) for kind in type(owner).__mro__ if not is_of_a_library(kind)}
-    of_functions = {getattr(reader, "func", reader).__module__ for _, reader in readers(trainer)}
+    of_functions = {function.__module__ for _, reader in readers(trainer) if (function := _function(reader))}
     files, new = set[str](), ({kind.__module__ for kind in of_owners} | of_functions) & sys.modules.keys()
     while new and len(files) < _MOST_FILES:
         files |= new

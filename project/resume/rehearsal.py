@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 _SHOWN = 12  # names
 _KEEP = "keep it in a buffer, in on_save_checkpoint and on_load_checkpoint, or in state_dict"
+_ONCE = "change it in on_before_optimizer_step, by what all ranks have"
 _DRAW = (
     "a generator of its own; draw from torch's, Python's or NumPy's own (torch.randn without generator=), which are seeded for "
     "each sample and micro-batch"
@@ -95,9 +96,14 @@ class Rehearsal(Callback):
             self._after_first, self._micro_batches_compared = {}, True
             _warn(
                 "changes with each micro-batch of a rank, and not once a step: on another number of ranks it is another one. "
-                "HINT: change it in on_before_optimizer_step, by what all ranks have.",
-                *(trainer, [name for name in changed if name in self._changed_by_first]),
+                "HINT: {hint}.",
+                *(trainer, [name for name in changed if name in self._changed_by_first], self._drawn, _ONCE),
             )
+
+    @property
+    def _drawn(self) -> dict[str, bytes]:
+        """Returns the digests of generators that have drawn since the run began, by name."""
+        return self._generators.moved() if self._generators is not None else {}
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Warns, when the first step's gradients are there, of buffers that a micro-batch of this rank has moved."""
@@ -117,7 +123,7 @@ class Rehearsal(Callback):
             self._compare_micro_batches(trainer)
         if self._before and (trainer.global_step >= self._first_step + _STEPS or trainer.is_last_batch):
             checkpoint = typed(trainer).resuming.dump_checkpoint(weights_only=False)
-            drawn = self._generators.moved() if self._generators is not None else {}
+            drawn = self._drawn
             unsaved = unsaved_attributes(trainer, self._before, drawn, checkpoint)
             self._before, self._generators = {}, None
             _warn(
@@ -143,16 +149,16 @@ class Rehearsal(Callback):
         )
 
 
-def _warn(text: str, trainer: Trainer, names: Sequence[str], drawn: Iterable[str] = ()) -> None:
+def _warn(text: str, trainer: Trainer, names: Sequence[str], drawn: Iterable[str] = (), otherwise: str = _KEEP) -> None:
     """Prints a warning with names of attributes, and the hint for each; `drawn`: the names of generators that have drawn."""
     if names and trainer.is_global_zero:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         known = {name: value for name, value in values(trainer) if name in names}
         by_hint: dict[str, list[str]] = {}
         for name in sorted(names):
-            hint = next((hint for kinds, hint in _HINTS if isinstance(known.get(name), kinds)), _KEEP)
+            hint = next((hint for kinds, hint in _HINTS if isinstance(known.get(name), kinds)), otherwise)
             hint = _DRAW if any(f"{generator}.".startswith(f"{name}.") for generator in drawn) else hint
             by_hint.setdefault(hint, []).append(name)
         whose = [f"{', '.join(those[:_SHOWN])}: {hint}" for hint, those in by_hint.items()]
-        hint = "; ".join(whose) if len(whose) > 1 or _KEEP not in by_hint else _KEEP
+        hint = "; ".join(whose) if len(whose) > 1 or otherwise not in by_hint else otherwise
         log.warning("%s%s: %s", ", ".join(names[:_SHOWN]), more, text.replace("{hint}", hint))
