@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import BinaryIO, TypeVar, cast
 
@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from project.checkpoints.reading import (
     Content,
@@ -61,7 +62,7 @@ T = TypeVar("T")
 
 
 def check(checkpoint: StateDict) -> None:
-    """Raises a UserError that names the part of a checkpoint that could not be read again. Skips tensors, which can."""
+    """Raises a UserError that names the part of a checkpoint that could not be read again. Skips what tensors hold."""
     if not (problem := _reading_problem(checkpoint)):
         return
     states = checkpoint.get("callbacks") or {}
@@ -72,8 +73,8 @@ def check(checkpoint: StateDict) -> None:
     problems = ((name, of_part) for name, part in parts.items() if (of_part := _reading_problem(part)))
     name, problem = next(problems, ("the checkpoint", problem))
     raise UserError(
-        f"A run could not resume from this checkpoint: {name} holds what can't be read again ({problem}). HINT: keep tensors, "
-        "arrays, numbers, strings, lists and dicts in what is saved (state_dict, get_extra_state, on_save_checkpoint)."
+        f"A run could not resume from this checkpoint: {name} holds what can't be read again ({problem}). HINT: keep plain "
+        "tensors, arrays, numbers, strings, lists and dicts in what is saved (state_dict, get_extra_state, on_save_checkpoint)."
     )
 
 
@@ -81,7 +82,7 @@ def _reading_problem(part: object) -> str:
     """Returns PyTorch's reason not to read a part, without its page of advice, or ''."""
     file = io.BytesIO()
     try:
-        torch.save(apply_to_collection(part, Tensor, lambda tensor: torch.empty(0, dtype=tensor.dtype)), file)
+        torch.save(apply_to_collection(part, Tensor, _emptied), file)
         file.seek(0)
         with plain_values():
             torch.load(file, weights_only=True)
@@ -89,6 +90,18 @@ def _reading_problem(part: object) -> str:
         reason = str(error).rpartition("WeightsUnpickler error: ")[2]
         return reason.strip().splitlines()[0].partition(" was not an allowed global")[0]
     return ""
+
+
+def _emptied(tensor: Tensor) -> Tensor:
+    """Returns a tensor of the same type without content. Parameters are saved as plain tensors, and DTensors by ranks."""
+    kind = type(tensor)
+    is_other = is_lazy(tensor) or isinstance(tensor, nn.Parameter) or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return _empty(Tensor if is_other else kind, tensor.dtype)
+
+
+@cache
+def _empty(kind: type[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.empty(0, dtype=dtype).as_subclass(kind)  # one for all tensors, so that a large network takes no time
 
 
 # A file --------------------------------------------------------------------------------------------------------------

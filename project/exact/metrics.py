@@ -126,13 +126,16 @@ class ExactMetrics:
     def _part_of_micro_batch(self, value: Tensor | list[Tensor], how: object) -> State:
         """Returns what the last micro-batch adds to a state. `how`: the metric's reduction."""
         if isinstance(value, list):
-            parts = [element.detach().cpu() if isinstance(element, Tensor) else element for element in value]
+            parts = [
+                element.detach().cpu().as_subclass(Tensor) if isinstance(element, Tensor) else element for element in value
+            ]
             return [(self._key, number, element) for number, element in enumerate(parts)]
+        value = value.detach().as_subclass(Tensor)
         if how is dim_zero_sum and value.is_floating_point():
             sums = WideSum(value.numel(), _MICRO_BATCHES, value.device, levels=_LEVELS, top=_LARGEST)
-            sums.add(value.detach().reshape(-1))
+            sums.add(value.reshape(-1))
             return sums.folds
-        return value.detach().clone()
+        return value.clone()
 
     def reduce_epoch(self, stage: str) -> None:
         """Sets the metrics to what all ranks have counted in an epoch. Called by all of them."""

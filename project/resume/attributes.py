@@ -106,7 +106,8 @@ def unsaved_attributes(trainer: Trainer, before: Attributes, drawn: Mapping[str,
 
     def is_saved(name: str, digest: bytes) -> bool:
         holds = known.get(re.split("[ .]", name)[0], saved)
-        return holds is None or digest in holds or digests.of(_own_state(kept.get(name))) in holds
+        state = _own_state(kept.get(name))
+        return holds is None or digest in holds or (state is not None and digests.of(state) in holds)
 
     return [name for name, digest in changed.items() if not is_saved(name, digest)]
 

@@ -98,7 +98,8 @@ class Resuming(_CheckpointConnector):
             refuse_tensors_made_later(checkpoint["state_dict"], self._shapes_as_built)
             checkpoint["schedules_as_built"] = self._schedules_as_built
             checkpoint["callback_metrics"] = {
-                name: torch.as_tensor(value).detach().cpu() for name, value in sorted(self.trainer.callback_metrics.items())
+                name: torch.as_tensor(value).detach().cpu().as_subclass(Tensor)
+                for name, value in sorted(self.trainer.callback_metrics.items())
             }
             logged = self.trainer.logged_metrics
             checkpoint["logged_names"] = [name for name in checkpoint["callback_metrics"] if name in logged]

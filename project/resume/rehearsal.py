@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
 from project.checkpoints.callback import checkpoints_of
+from project.checkpoints.writing import check
 from project.data.generators import Generators
 from project.data.values import GENERATORS
 from project.exact.checks import MovedWeights, check_compiled
@@ -123,6 +124,7 @@ class Rehearsal(Callback):
             self._compare_micro_batches(trainer)
         if self._before and (trainer.global_step >= self._first_step + _STEPS or trainer.is_last_batch):
             checkpoint = typed(trainer).resuming.dump_checkpoint(weights_only=False)
+            check(checkpoint)  # what the first steps have brought into it: counts, what was logged, states of callbacks
             drawn = self._drawn
             unsaved = unsaved_attributes(trainer, self._before, drawn, checkpoint)
             self._before, self._generators = {}, None

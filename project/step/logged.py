@@ -63,21 +63,23 @@ log = logging.getLogger(__name__)
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "metric_attribute")
 
 
-def _without_host_wait(log: Callable[..., None]) -> Callable[..., None]:
+def _with_plain_values(log: Callable[..., None]) -> Callable[..., None]:
     """Returns `log` without its copy to the GPU, for which the host waits: Lightning copies a number that is logged. A kernel
-    writes the same number.
+    writes the same number. A tensor of a library's own type is logged as a plain one: no checkpoint can hold others.
     """
 
     @wraps(log)
     def logged(self: LightningModule, name: str, value: object, *args: object, **how: object) -> None:
         if isinstance(value, (int, float)) and self.device.type == "cuda":
             value = torch.full((), value, dtype=torch.get_default_dtype(), device=self.device)
+        elif isinstance(value, Tensor) and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__:  # and no DTensor
+            value = value.as_subclass(Tensor)
         log(self, name, value, *args, **how)
 
     return logged
 
 
-LightningModule.log = _without_host_wait(LightningModule.log)  # type: ignore[method-assign]
+LightningModule.log = _with_plain_values(LightningModule.log)  # type: ignore[method-assign]
 
 
 class Results(_ResultCollection):

@@ -95,4 +95,7 @@ def metrics_of(module: LightningModule) -> Iterator[tuple[str, Metric]]:
 
 
 def _on_host(value: State) -> State:
-    return [tensor.detach().cpu() for tensor in value] if isinstance(value, list) else value.detach().cpu().clone()
+    """Returns a copy in main memory, of plain tensors: a library's kind of tensor is in no file that is read as data."""
+    if isinstance(value, list):
+        return [tensor.detach().cpu().as_subclass(Tensor) for tensor in value]
+    return value.detach().cpu().clone().as_subclass(Tensor)

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, WeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
-from torchmetrics import MeanMetric
+from torchmetrics import CatMetric, MeanMetric
 
 from project import Trainer
 from project.checkpoints.callback import Checkpoints, copy_to_host
@@ -1116,3 +1116,60 @@ def test_a_checkpoint_right_after_a_resume_has_the_metrics_of_the_one_before(
     assert saving.saved is not None
     assert same(saving.saved["callback_metrics"], torch.load(path, weights_only=False)["callback_metrics"])
     assert not [str(warning.message) for warning in recwarn if "before the ``update``" in str(warning.message)]
+
+
+class Kind(Tensor):
+    """A library's own tensors, as MONAI's MetaTensor: what is computed from them is of their kind."""
+
+
+class OfKind(Regression):
+    """Logs and counts such tensors, within an epoch and at a validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.all = MeanMetric(nan_strategy="disable"), CatMetric(nan_strategy="disable")
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        kind = batch["sum"].as_subclass(Kind)
+        loss = self.loss({**batch, "sum": kind})
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+        self.total.update(kind)
+        self.all.update(kind)
+        return loss
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.loss(batch).as_subclass(Kind), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.trainer.callback_metrics["val_own"] = torch.ones(()).as_subclass(Kind)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_librarys_own_tensors_that_are_logged_and_counted_are_in_no_checkpoint(tmp_path: Path, exact: bool) -> None:
+    settings: Any = {"exact": exact, "global_batch_size": 4, "accelerator": "cpu", "logger": False, "max_epochs": -1}
+    for steps in (2, 9):  # within an epoch, and in the next one, after a validation
+        stopping = EarlyStopping("val_loss", patience=9, check_on_train_epoch_end=False)
+        trainer = Trainer(default_root_dir=tmp_path, max_steps=steps, callbacks=[stopping], **settings)
+        trainer.fit(OfKind(), points(), DataLoader(Points(4)), ckpt_path="last")
+        path = trainer.checkpoint_callback.last_model_path  # type: ignore[union-attr]
+        assert path.endswith(f"step-{steps:09d}.ckpt")
+        names = torch.load(path, weights_only=True)["callback_metrics"].keys()
+        assert ("val_own" in names) == (steps > 6)
+
+
+class LateState(Callback):
+    """Has a state that no checkpoint can hold, after a step."""
+
+    state: object = None
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.state = deque([1])
+
+    def state_dict(self) -> dict[str, object]:
+        return {"state": self.state}
+
+
+def test_a_state_that_can_not_be_read_again_after_a_step_ends_the_run_in_its_first_steps(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"the state of the callback LateState.*Unsupported global: GLOBAL collections\.deque"):
+        fit(tmp_path, module := Regression(), points(), steps=8, callbacks=[LateState()])
+    assert module.trainer.global_step == 3
