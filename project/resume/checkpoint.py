@@ -41,6 +41,7 @@ from project.step.data_ranks import data_ranks
 from project.step.ddp import all_gather_objects
 from project.step.evaluation import loaders_of
 from project.step.loop import Steps
+from project.step.optimizers import states_in
 from project.step.position import Position, check_loop_progress, is_over, position, set_counters
 from project.typed import StateDict, callbacks_of, typed
 from project.untrusted import shortened
@@ -337,9 +338,8 @@ class Resuming(_CheckpointConnector):
             if name in saved and saved[name].dtype == parameter.dtype
         }
         for optimizer, state in zip(self.trainer.optimizers, self._loaded_checkpoint["optimizer_states"], strict=False):
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            for number, values in state["state"].items():
-                parameter, restored = parameters[number], optimizer.state[parameters[number]]
+            for parameter, values in states_in(state, optimizer):
+                restored = optimizer.state[parameter]
                 for name, value in values.items():
                     now = restored.get(name)
                     if not isinstance(now, Tensor) or not isinstance(value, Tensor) or now.dtype == value.dtype:

@@ -66,6 +66,11 @@ def prepare_optimizers(optimizers: Iterable[Optimizer], exact: bool) -> None:
                 f"strategy=sharded: {name} computes with whole tensors, and each rank has a shard of them. HINT: AdamW, or "
                 "strategy: ddp."
             )
+        if "state" not in optimizer.state_dict():
+            raise UserError(
+                f"strategy=sharded: {name} saves its state in a layout of its own, of which a resumed run could not tell what is "
+                "to be sharded. HINT: the optimiser within it, or strategy: ddp."
+            )
         for group in optimizer.param_groups:
             if group.get("fused") and isinstance(optimizer, (SGD, Adagrad)):
                 raise UserError(f"strategy=sharded: torch has no fused {name} for shards. HINT: leave out fused=true.")

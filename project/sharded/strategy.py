@@ -50,6 +50,7 @@ from project.sharded.shards import gather, read_shard, shard_like, skip_overflow
 from project.sharded.tensor_parallel import Plan, parallelize_layers, plan_of, refuse_settings, refuse_single_rank
 from project.step.data_ranks import ByDataRanks
 from project.step.ddp import broadcast_from_rank_0
+from project.step.optimizers import states_in
 from project.typed import StateDict
 
 log = logging.getLogger(__name__)
@@ -382,15 +383,13 @@ class Sharded(ByDataRanks):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self.is_sharded:
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-                parameters = _parameters(optimizer)
-                for number, values in state["state"].items():
-                    like = parameters[number]
+                for like, values in states_in(state, optimizer):
                     fitting = [name for name, value in values.items() if like.ndim > 0 and _fits(value, like)]
                     values.update({name: shard_like(values[name], like) for name in fitting})
         super().load_optimizer_state_dict(checkpoint)
         for optimizer in self.optimizers:  # Lightning has moved its state to the GPU, where an offloaded parameter is not
             for parameter, state in optimizer.state.items():
-                if parameter.device != self.root_device:
+                if isinstance(parameter, Tensor) and parameter.device != self.root_device:
                     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and name != "step"}
                     state.update({name: tensor.to(parameter.device) for name, tensor in tensors.items()})
 

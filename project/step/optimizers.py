@@ -1,10 +1,14 @@
 """Optimisers: which are fused, which evaluate the loss by themselves, and what is to be done about either."""
 
+from collections.abc import Iterator, Mapping
+
 import torch
 from lightning.pytorch import Trainer
+from torch import Tensor
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
 from project.errors import UserError
+from project.typed import StateDict
 
 
 def all_evaluate_once(trainer: Trainer) -> bool:
@@ -30,6 +34,15 @@ def refuse_accumulation_of_lbfgs(trainer: Trainer) -> None:
             f"LBFGS evaluates the loss of a step again and again, and a step has {many} micro-batches on each rank, of which "
             f"only the last is there then. HINT: set the loader's batch_size {many} times as large, or take another optimiser."
         )
+
+
+def states_in(saved: object, optimizer: Optimizer) -> Iterator[tuple[Tensor, StateDict]]:
+    """Yields the states of an optimiser's parameters in its state_dict; none of one that has another layout than torch's."""
+    states = saved.get("state") if isinstance(saved, Mapping) else None
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in enumerate(parameters):
+        if isinstance(states, Mapping) and isinstance(state := states.get(number), dict):
+            yield parameter, state
 
 
 def is_fused(optimizer: Optimizer) -> bool:

@@ -272,6 +272,41 @@ def test_an_optimiser_keeps_its_types(tmp_path: Path) -> None:
     assert same(resumed, whole)
 
 
+class Enclosing(torch.optim.Optimizer):
+    """Saves its state in a layout of its own, as pytorch_optimizer's Lookahead does."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.taken = inner, 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.taken += 1
+        return self.inner.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict(), "taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state["inner"])
+        self.taken = state["taken"]
+
+
+class Enclosed(Regression):
+    def configure_optimizers(self) -> Any:
+        return Enclosing(torch.optim.Adam(self.parameters(), lr=0.05))
+
+
+def test_an_optimisers_own_layout_of_its_state_is_restored(tmp_path: Path) -> None:
+    def state(folder: Path, *parts: int) -> Any:
+        torch.manual_seed(0)
+        module = Enclosed()
+        for steps in parts:
+            trainer = fit(folder, module, points(), steps=steps, resume=True)
+        return trainer.optimizers[0].state_dict()
+
+    assert same(state(tmp_path / "parts", 4, 8), state(tmp_path / "whole", 8))
+
+
 def test_other_threads_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     threads = torch.get_num_threads()
     try:

@@ -140,6 +140,16 @@ def test_an_optimiser_that_steps_on_a_gpu_is_refused_for_weights_on_the_host() -
         prepare_optimizers([optimizer], exact=False)
 
 
+class OwnLayout(torch.optim.SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": super().state_dict()}
+
+
+def test_an_optimiser_whose_state_has_another_layout_is_not_sharded() -> None:
+    with pytest.raises(UserError, match="OwnLayout saves its state in a layout of its own"):
+        prepare_optimizers([OwnLayout([nn.Parameter(torch.zeros(2))])], exact=False)
+
+
 def stepped(parts: list[int], made: Any, dtype: torch.dtype) -> torch.Tensor:
     """Returns 103 weights after four steps, in tensors of these sizes."""
     generator = torch.Generator().manual_seed(0)
