@@ -178,7 +178,7 @@ class ImageClassifier(LightningModule):
         self.epoch_tally, self.eval_tally = Tally(), Tally()
         self._step_notes: list[Note] = []
         self._notes: dict[int, Note] = {}  # of the newest micro-batch of each size
-        self._sent: tuple[int, float, int, DelayedSums] | None = None
+        self._sent: tuple[int, dict[str, float], int, DelayedSums] | None = None
         self._noted_step, self._compile = 0, compile
         self._seen: set[bool] = set()  # modes, training and not, whose first output has been looked at
         self._no_gradient_yet = True
@@ -263,8 +263,9 @@ class ImageClassifier(LightningModule):
         else:
             self.epoch_tally.add(notes)
         if step % typed(trainer).log_every_n_steps == 0:
-            lr = trainer.optimizers[0].param_groups[0]["lr"]
-            self._sent = step, lr, notes[0][1].shape[1], DelayedSums(add_up(notes), trainer.world_size)
+            lr = trainer.optimizers[0].param_groups[0].get("lr")
+            rate = {} if lr is None else {"train/lr": lr}
+            self._sent = step, rate, notes[0][1].shape[1], DelayedSums(add_up(notes), trainer.world_size)
             if any(config.reduce_on_plateau and config.interval == "step" for config in trainer.lr_scheduler_configs):
                 self._log_sent()  # for a schedule that is about to look at it
 
@@ -272,8 +273,8 @@ class ImageClassifier(LightningModule):
         """Logs the values sent at the last log point, which have arrived meanwhile."""
         if self._sent is None:
             return
-        (step, lr, guesses, sums), self._sent = self._sent, None
-        values = self._log("train/{}", means(sums.read(), guesses), step, {"train/lr": lr})
+        (step, rate, guesses, sums), self._sent = self._sent, None
+        values = self._log("train/{}", means(sums.read(), guesses), step, rate)
         # This is what log_dict(prog_bar=True) comes to, without the half millisecond for each name on the way.
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
         self.trainer.progress_bar_metrics.update(values)
@@ -327,7 +328,8 @@ class ImageClassifier(LightningModule):
         global_batch = run_of(self.trainer).global_batch or self.lr_reference_batch
         factor = lr_factor(self.lr_scaling, global_batch, self.lr_reference_batch)
         for group in optimizer.param_groups:
-            group["lr"] *= factor
+            if group.get("lr") is not None:  # Adafactor finds its own
+                group["lr"] *= factor
         if self.lr_scheduler is None:
             return optimizer
         _made("lr_scheduler", partial(_try_schedule, self.lr_scheduler), optimizer)

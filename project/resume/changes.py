@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from project.errors import UserError
+from project.step.optimizers import learning_rates
 from project.typed import Configuration, StateDict, typed
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class ChangedSettings(Callback):
         for config in trainer.lr_scheduler_configs:
             if not isinstance(config.scheduler, ReduceLROnPlateau):
                 _replay(config.scheduler, moves)
-        lrs = ", ".join(f"{lr:g}" for lr in dict.fromkeys(group["lr"] for group in _param_groups(trainer)))
+        lrs = ", ".join(f"{lr:g}" for lr in dict.fromkeys(learning_rates(trainer))) or "the optimiser's own"
         log.info("From step %d on the learning rate is %s.", trainer.global_step, lrs)
 
 
@@ -128,7 +129,7 @@ def restore_schedules(
         if not _is_equal(merged, state):
             changed = True
             _apply_schedule(config.scheduler)
-    lrs = [group["lr"] for group in _param_groups(trainer)]
+    lrs = learning_rates(trainer)
     if lrs and not any(lrs) and (left := trainer.estimated_stepping_batches - trainer.global_step) > 0:
         log.warning(
             "The learning rate is 0 at step %d, and %s steps are left, which will change nothing as long as it is. "

@@ -68,8 +68,8 @@ def prepare_optimizers(optimizers: Iterable[Optimizer], exact: bool) -> None:
             )
         if "state" not in optimizer.state_dict():
             raise UserError(
-                f"strategy=sharded: {name} saves its state in a layout of its own, of which a resumed run could not tell what is "
-                "to be sharded. HINT: the optimiser within it, or strategy: ddp."
+                f"strategy=sharded: {name} saves its state in a layout of its own, of which a resumed run could not tell what "
+                "is to be sharded. HINT: the optimiser within it, or strategy: ddp."
             )
         for group in optimizer.param_groups:
             if group.get("fused") and isinstance(optimizer, (SGD, Adagrad)):

@@ -36,6 +36,12 @@ def refuse_accumulation_of_lbfgs(trainer: Trainer) -> None:
         )
 
 
+def learning_rates(trainer: Trainer, name: str = "lr") -> list[float]:
+    """Returns the learning rates of all groups of parameters that have one: Adafactor finds its own, and has None."""
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    return [rate for group in groups if (rate := group.get(name)) is not None]
+
+
 def states_in(saved: object, optimizer: Optimizer) -> Iterator[tuple[Tensor, StateDict]]:
     """Yields the states of an optimiser's parameters in its state_dict; none of one that has another layout than torch's."""
     states = saved.get("state") if isinstance(saved, Mapping) else None

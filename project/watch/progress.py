@@ -16,6 +16,7 @@ from torch import Tensor
 
 from project.step.data_ranks import data_ranks
 from project.step.monitored import Judging, Monitoring, is_better, monitored_metrics
+from project.step.optimizers import learning_rates
 from project.step.position import counts, planned_steps
 from project.step.state import ends_step, micro_batch
 from project.typed import callbacks_of, typed
@@ -127,7 +128,7 @@ class Progress(ProgressBar):
         monitored = [(name, value) for name, value in self._monitored.items() if name not in metrics]
         fields += [Field(Importance.MONITORED, f"last {name} {_short(value)}") for name, value in monitored]
         fields += [Field(Importance.BEST, f"best {name} {_short(value)}") for name, value in self._best.items()]
-        fields += [Field(Importance.RATE, f"lr {group['lr']:.2g}") for group in _groups(trainer)[:1]]
+        fields += [Field(Importance.RATE, f"lr {rate:.2g}") for rate in learning_rates(trainer)[:1]]
         if speed := self._speed(trainer):
             fields.append(Field(Importance.SPEED, f"{speed:,.0f} samples/s"))
         phases = [longest(throughput.phases) for throughput in callbacks_of(trainer, Throughput) if throughput.phases]
@@ -286,7 +287,8 @@ def _plan(trainer: Trainer, module: LightningModule) -> str:
     if global_batch:
         micro_batch = global_batch // (data_ranks(trainer).count * accumulation)
         shape += f" x micro-batch {micro_batch} x accumulation {accumulation} = global batch {global_batch}"
-    parts = [shape, *(f"lr {group.get('initial_lr', group['lr']):g}" for group in _groups(trainer)[:1])]
+    rates = learning_rates(trainer, "initial_lr") or learning_rates(trainer)
+    parts = [shape, *(f"lr {rate:g}" for rate in rates[:1])]
     warmups = [
         config.scheduler.warmup_steps for config in trainer.lr_scheduler_configs if isinstance(config.scheduler, WarmsUp)
     ]
@@ -302,11 +304,6 @@ def _short(value: float | str) -> str:
     if isinstance(value, str) or value != value:
         return str(value)
     return f"{value:.3f}" if value == 0 or abs(value) >= 0.01 else f"{value:.2e}"
-
-
-def _groups(trainer: Trainer) -> list[dict[str, float]]:
-    """Returns the optimisers' groups of parameters; a module without an optimiser gets a mock, which has none."""
-    return [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
 
 
 def _count(number: int, singular: str, many: str) -> str:

@@ -33,6 +33,7 @@ from project.errors import UserError
 from project.step.data_ranks import data_ranks
 from project.step.ddp import all_gather_objects
 from project.step.logged import measurement_loggers
+from project.step.optimizers import learning_rates
 from project.step.state import ends_step, micro_batch
 from project.typed import callbacks_of, typed
 from project.watch.curves import LEARNING_RATE
@@ -315,8 +316,8 @@ class Throughput(Callback):
             values["run/gpu_memory_gb"] = device / 1e9
         if not math.isnan(use := fmean(measured.gpu for measured in ranks)):
             values["run/gpu_use"] = use
-        if trainer.optimizers:  # a module that logs no learning rate of its own has this one
-            values[LEARNING_RATE] = float(trainer.optimizers[0].param_groups[0]["lr"])
+        for rate in learning_rates(trainer)[:1]:  # a module that logs no learning rate of its own has this one
+            values[LEARNING_RATE] = float(rate)
         for logger in measurement_loggers(trainer):
             logger.log_metrics(values, step=step)
         self._seconds += seconds

@@ -96,6 +96,17 @@ def test_a_function_that_makes_an_optimiser_may_need_several_parameters(fit):
     fit(ImageClassifier(Linear(), by_layer), max_steps=1, enable_checkpointing=False)
 
 
+def test_an_optimiser_may_have_no_learning_rate(fit):
+    def own_rate(parameters):
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        optimizer.param_groups[0]["lr"] = None
+        optimizer.step = lambda closure=None: closure() if closure else None
+        return optimizer
+
+    trainer = fit(ImageClassifier(Linear(), own_rate, lr_scheduler=None), max_steps=2, log_every_n_steps=1)
+    assert trainer.optimizers[0].param_groups[0]["lr"] is None
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [

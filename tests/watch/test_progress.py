@@ -207,3 +207,33 @@ def test_warnings_have_a_colour_on_a_terminal_alone(tmp_path: Path) -> None:
 
     assert b"\x1b[1;31mERROR  \x1b[0m There is no config" in on_terminal()
     assert b"\x1b[" not in on_terminal(NO_COLOR="1")
+
+
+class OwnRate(torch.optim.SGD):
+    """Has no learning rate in its groups, and finds one by itself, as Adafactor does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.01)
+        self.param_groups[0]["lr"] = None
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["lr"] = 0.01
+        loss = super().step(closure)
+        self.param_groups[0]["lr"] = None
+        return loss
+
+
+class NoRate(Named):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return OwnRate(self.parameters())
+
+
+def test_an_optimiser_without_a_learning_rate_is_trained_and_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for steps in (20, 60):
+        trainer = Trainer(default_root_dir=tmp_path, max_steps=steps, accelerator="cpu", log_every_n_steps=5)
+        trainer.fit(NoRate(), ckpt_path="last")
+        assert trainer.global_step == steps
+    curves = Curves(tmp_path).read()
+    assert "speed/samples_per_s" in curves
+    assert "run/lr" not in curves
+    assert "The learning rate is 0" not in caplog.text
