@@ -189,6 +189,17 @@ def test_a_batch_sampler(tmp_path, kind):
     assert (made.global_step, module.validated) == (batches, batches)
 
 
+class Balanced(BatchSampler):
+    """As torch's, in an order of its own; it knows its batch_size."""
+
+
+def test_a_batch_sampler_of_ones_own_says_of_how_many_samples_a_step_is(tmp_path):
+    batches = Balanced(SequentialSampler(range(32)), 4, False)
+    made = trainer(tmp_path, global_batch_size=8, num_sanity_val_steps=0)
+    made.fit(Counting(), DataLoader(RandomDataset(32, 32), batch_sampler=batches))
+    assert (made.accumulate_grad_batches, made.global_step) == (2, 4)
+
+
 class OwnBatches(PointsData):
     def train_dataloader(self):
         return DataLoader(Points(self.size), batch_sampler=[[0, 1], [2, 3]])

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from numbers import Integral
 from typing import Any, TypeAlias, TypedDict, cast
 
 import numpy as np
@@ -324,8 +325,13 @@ def why_not(loader: object) -> str | None:
 
 def micro_batch_of(loader: DataLoader[object]) -> int:
     """Returns the samples that one process computes at once; 1 for a dataset that gives whole batches."""
-    batches = loader.batch_sampler
-    return int(getattr(batches, "batch_size", None) or loader.batch_size or 1)  # a batch sampler of one's own may not say it
+    return batch_size_of(loader) or 1
+
+
+def batch_size_of(loader: object) -> int | None:
+    """Returns the batch_size of a loader's batch sampler, or else the loader's; None where neither has one."""
+    sizes = [getattr(part, "batch_size", None) for part in (getattr(loader, "batch_sampler", None), loader)]
+    return next((int(size) for size in sizes if isinstance(size, Integral) and size), None)
 
 
 def deal(loader: DataLoader[object], order: Order, rank: int, world_size: int, seed: int, each: bool = False) -> SeededLoader:

@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from project.data.dealing import DealtLoader, deal, micro_batch_of, sampling, why_not
+from project.data.dealing import DealtLoader, batch_size_of, deal, micro_batch_of, sampling, why_not
 from project.data.order import ENOUGH, Limit, Order, cut_for_all, limited, size_of
 from project.data.self_dealing import Dealing, SelfDealing
 from project.data.worker_signals import with_signals
@@ -401,7 +401,7 @@ class Loaders(_DataConnector):
             if typed(trainer).reload_dataloaders_every_n_epochs:
                 self._undealt = []
             self._undealt.append(loader)
-            self._set_accumulation(getattr(loader, "batch_size", None))
+            self._set_accumulation(batch_size_of(loader))
             if isinstance(limit, int):
                 limit *= trainer.accumulate_grad_batches
         elif isinstance(limit, int):
