@@ -274,6 +274,7 @@ class Trainer(TypedTrainer):
     def _run(self, model: LightningModule, *args: Any, **kwargs: Any) -> Any:
         """Called for every verb, in every process, before anything is set up."""
         self.resuming.begin_verb(kwargs.get("ckpt_path"), kwargs.get("weights_only"))
+        self._moments.begin_verb()
         if isinstance(self.precision_plugin, DoublePrecision):
             self.precision_plugin.convert_module(model)  # Lightning: after averages were made, which round in float32
         if self.num_nodes > 1:

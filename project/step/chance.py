@@ -91,6 +91,10 @@ class Moments:
         vars(profiler).pop("profile", None)  # of another Trainer that had it
         profiler.profile = partial(self._wrap_profile, profiler.profile)
 
+    def begin_verb(self) -> None:
+        """Begins another fit, or another verb: what a script draws between two of them belongs to neither."""
+        self._checks, self._batches_to_check, self._states_at_last_moment = True, _CHECKED_BATCHES, None
+
     def _wrap_profile(self, profile: Profile, action: str) -> AbstractContextManager[object]:
         """Takes the place of the profiler's `profile`: seeds the generators around the hooks of the user's code, and for a
         micro-batch of an evaluation on its way to the device.

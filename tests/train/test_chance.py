@@ -9,9 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from project import Trainer
+from project.errors import UserError
 from tests.conftest import forked
+from tests.own import PointsData, Regression
 from tests.survive.test_resume import same
+from tests.train.chancy import Moody
 from tests.train.test_own import OFTEN, newest, seen
 
 RUN = ("fit", "--trainer.max_epochs=3", "--trainer.global_batch_size=12", *OFTEN)
@@ -81,3 +86,16 @@ def test_what_is_drawn_outside_any_hook_is_reported(tmp_path: Path, exact: bool)
     assert run.code == int(exact), run.output
     assert run.output.count("(random) were drawn outside any hook, between ") == 1
     assert ("trainer.exact can't be kept: random numbers" in run.output) == exact
+
+
+def test_what_a_script_draws_between_two_verbs_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second network, say. What a logger draws in a later fit is reported all the same."""
+    monkeypatch.chdir(tmp_path)
+    at = {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path, "enable_progress_bar": False}
+    trainer = Trainer(max_epochs=1, global_batch_size=12, exact=True, **at)
+    trainer.fit(Regression(), datamodule=PointsData())
+    trainer.validate(Regression(), datamodule=PointsData(), verbose=False)
+    torch.rand(1)
+    trainer.fit_loop.max_epochs, trainer.loggers = 2, [Moody(tmp_path)]
+    with pytest.raises(UserError, match=r"random numbers \(random\) were drawn outside any hook"):
+        trainer.fit(Regression(), datamodule=PointsData())
