@@ -306,6 +306,7 @@ class Resuming(_CheckpointConnector):
             # What schedules and stopping look at, until the next validation.
             metrics = saved["callback_metrics"]
             trainer.callback_metrics.update(metrics)
+            self._steps._results.values_of_last_step.update(metrics)
             trainer.logged_metrics.update({name: metrics[name] for name in saved.get("logged_names", ()) if name in metrics})
 
     def restore_loops(self) -> None:

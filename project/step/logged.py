@@ -99,6 +99,8 @@ class Results(_ResultCollection):
         self._before_step: dict[str, Value] = {}  # this step, of an epoch
         self._values_of_step: dict[str, tuple[Tensor, float, int]] = {}
         """The values that the micro-batches of this step have logged: the weighted sum, the weights and how many they were."""
+        self.values_of_last_step: dict[str, object] = {}
+        """What callbacks see within a step, by name."""
 
     def log(self, fx: str, name: str, value: object, **how: object) -> None:
         if self._state.recording:
@@ -152,9 +154,20 @@ class Results(_ResultCollection):
         """Begins a micro-batch. `weight`: what it counts for in its step."""
         self.weight, self.ends_step = weight, ends_step
         if begins_step:
+            self._keep_values_of_step()
             self._values_of_step.clear()
             if self._state.may_be_skipped:
                 self._before_step = {key: self[key].metric_state for key in self._keys_of_epoch()}
+
+    def _keep_values_of_step(self) -> None:
+        """Keeps the values of the step that has ended."""
+        for meta, value in ((metric.meta, metric._forward_cache) for metric in self.values()):
+            if meta.fx == "training_step" and meta.on_step and value is not None:
+                self.values_of_last_step[meta.forked_name(True)] = value
+
+    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        self._keep_values_of_step()
+        super().reset(metrics, fx)
 
     def _keys_of_epoch(self) -> list[str]:
         """Returns the keys of the values that are summed up over this epoch; torchmetrics count for themselves."""
@@ -200,7 +213,9 @@ class Results(_ResultCollection):
         metric._forward_cache = meta.sync(total / count) if met else total / weights
 
     def metrics(self, on_step: bool) -> Metrics:
-        """Returns what is known now, as Lightning does, but leaves what a bar shows of a step on its device."""
+        """Returns what is known now, as Lightning does, but leaves what a bar shows of a step on its device. Until a step has
+        ended, callbacks have the values of the last one: those of this one are a rank's own, of some of its micro-batches.
+        """
         if not (self.training and on_step):
             return super().metrics(on_step)
         metas = [metric.meta for _, metric in self.valid_items() if metric.meta.prog_bar]
@@ -211,6 +226,15 @@ class Results(_ResultCollection):
         finally:
             for meta in metas:
                 meta.prog_bar = True
+        for meta in [metric.meta for metric in self.values()] if not self.ends_step else ():
+            forked = meta.forked_name(True)
+            if (
+                meta.on_step
+                and meta.fx == "training_step"
+                and forked in known["callback"]
+                and forked in self.values_of_last_step
+            ):
+                known["callback"] |= dict.fromkeys((meta.name, forked), self.values_of_last_step[forked])
         names = [meta.forked_name(on_step) for meta in metas]
         values = {name: known["callback"][name] for name in names if name in known["callback"]}
         shown: Shown = {name: value if value.is_cuda else value.item() for name, value in values.items()}

@@ -1208,3 +1208,36 @@ def test_a_state_that_can_not_be_read_again_after_a_step_ends_the_run_in_its_fir
     with pytest.raises(UserError, match=r"the state of the callback LateState.*Unsupported global: GLOBAL collections\.deque"):
         fit(tmp_path, module := Regression(), points(), steps=8, callbacks=[LateState()])
     assert module.trainer.global_step == 3
+
+
+class Watching(Callback):
+    """Notes what callbacks see after each micro-batch, and the step that has ended then."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.seen.append((trainer.global_step, float(trainer.callback_metrics["shared"])))
+
+
+class Shared(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("shared", loss, sync_dist=True)
+        return loss
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_callbacks_see_the_last_whole_step_within_a_step(tmp_path: Path, exact: bool) -> None:
+    """Also in the first step of an epoch, and after a restart. A ModelCheckpoint would keep the best part of a step."""
+    settings: Any = {"global_batch_size": 12, "exact": exact}
+    torch.manual_seed(1)
+    fit(tmp_path / "whole", Shared(), points(), steps=5, callbacks=[whole := Watching()], **settings)
+    values = [{value for step, value in whole.seen if step == number} for number in range(6)]
+    assert len(values[0]) == 2
+    assert all(len(each) == 1 for each in values[1:])
+    assert len(set.union(*values[1:])) == 5
+    torch.manual_seed(1)
+    fit(tmp_path / "part", Shared(), points(), steps=3, callbacks=[Watching()], **settings)
+    fit(tmp_path / "part", Shared(), points(), steps=5, resume=True, callbacks=[resumed := Watching()], **settings)
+    assert resumed.seen == whole.seen[9:]
