@@ -11,6 +11,7 @@ from project.checkpoints.callback import Checkpoints, SaveFirst
 from project.checkpoints.monitored import Monitored
 from project.exact.batch_norm import StepStatistics
 from project.resume.finders import SearchOnce
+from project.resume.moves import MicroBatchMoves
 from project.resume.rehearsal import Rehearsal
 from project.step.chance import ChanceByMicroBatch
 from project.step.compression import CompressGradients, Compression
@@ -65,7 +66,7 @@ def with_ours(
     assert isinstance(profile, Profile)
     # First, so that what the others do counts as progress or as a hang, and not as what was before.
     before = [*watchdogs, SaveFirst(), SearchOnce(), NonFinite(nonfinite)]
-    before += [StepStatistics(exact), ChanceByMicroBatch(), Monitored()]
+    before += [StepStatistics(exact), ChanceByMicroBatch(), Monitored(), MicroBatchMoves()]
     # Last, when nobody changes the weights of this step any more.
     after = [PredictionWriter(), StopTogether(SIGNALS, profile), *dashboards, Pictures()]
     after += [Rehearsal(), *([Fingerprints(exact, ranks_differ)] if fingerprints else []), profile]

@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn, Protocol, runtime_checkable
@@ -138,41 +138,54 @@ class MovedWeights:
 
     Args:
         module: the network.
-        parameters: whether it looks at parameters, too, for which it keeps a copy of them.
+        keep: returns what it keeps of a parameter, to compare; None: it does not look at parameters.
+        buffers: whether it looks at buffers.
     """
 
-    def __init__(self, module: nn.Module, parameters: bool = True) -> None:
+    def __init__(
+        self, module: nn.Module, keep: Callable[[torch.Tensor], torch.Tensor] | None = torch.clone, buffers: bool = True
+    ) -> None:
         norms = {f"{name}.{buffer}" for name, norm in batch_norms(module) for buffer, _ in norm.named_buffers(recurse=False)}
-        self._module = module
+        self._module, self._keep = module, keep
         # A sharded network has other objects under these names while it computes.
         self._parameters = [
-            (name, parameter, local(parameter.detach()).clone())
+            (name, parameter, keep(local(parameter.detach())))
             for name, parameter in module.named_parameters()
-            if parameters and not is_lazy(parameter)
+            if keep and not is_lazy(parameter)
         ]
         self._buffers = {
-            name: buffer.clone() for name, buffer in module.named_buffers() if name not in norms and not is_lazy(buffer)
+            name: buffer.clone()
+            for name, buffer in module.named_buffers()
+            if buffers and name not in norms and not is_lazy(buffer)
         }
 
-    def moved_buffers(self) -> list[str]:
-        """Returns the names of the buffers that have moved. Batch norm's are brought together."""
-        known = self._buffers
-        return [name for name, buffer in self._module.named_buffers() if name in known and not _is_equal(buffer, known[name])]
+    def moved_buffers(self) -> dict[str, torch.Tensor]:
+        """Returns the buffers that have moved, by name. Batch norm's are brought together."""
+        buffers, known = self._module.named_buffers(), self._buffers
+        return {name: buffer for name, buffer in buffers if name in known and not _is_equal(buffer, known[name])}
+
+    def moved_parameters(self) -> dict[str, torch.Tensor]:
+        """Returns the parameters that have moved, by name."""
+        moved, now, keep = dict[str, torch.Tensor](), dict(self._module.named_parameters()), self._keep or torch.clone
+        for name, parameter, before in self._parameters:
+            current = now.get(name, parameter) if local(parameter) is parameter else parameter  # it may be made anew
+            if not _is_equal(keep(local(current.detach())), before):
+                moved[name] = current
+        return moved
 
     def refuse(self, where: str = "in its forward pass") -> None:
         """Raises a UserError where a parameter or a buffer has moved."""
+        once = "move it once a step, in on_before_optimizer_step, by what all ranks have (weights, gradients)"
         for name in self.moved_buffers():
             raise UserError(
                 f"trainer.exact can't be kept: each micro-batch moves the buffer {name} {where}, and ranks have others. "
                 "HINT: a layer without it (InstanceNorm with track_running_stats=False, say), or trainer.exact=false."
             )
-        for name, parameter, before in self._parameters:
-            if not _is_equal(local(parameter.detach()), before):
-                raise UserError(
-                    f"trainer.exact can't be kept: each micro-batch moves the parameter {name} {where}, outside the optimiser, "
-                    "and ranks have other micro-batches. HINT: move it once a step, in on_before_optimizer_step, by what all "
-                    "ranks have (weights, gradients); or trainer.exact=false."
-                )
+        for name in self.moved_parameters():
+            raise UserError(
+                f"trainer.exact can't be kept: each micro-batch moves the parameter {name} {where}, outside the optimiser, "
+                f"and ranks have other micro-batches. HINT: {once}; or trainer.exact=false."
+            )
 
 
 def _is_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from project.checkpoints.callback import checkpoints_of
 from project.checkpoints.writing import check
 from project.data.generators import Generators
 from project.data.values import GENERATORS
-from project.exact.checks import MovedWeights, check_compiled
+from project.exact.checks import check_compiled
 from project.resume.attributes import (
     UNKNOWN,
     Attributes,
@@ -61,7 +61,6 @@ class Rehearsal(Callback):
         self._at_start = attributes(trainer) if resuming.changed_values else {}
         self._before: Attributes | None = None  # the values at the first step; {} once they have been compared
         self._generators: Generators | None = None  # of a run that begins
-        self._buffers: MovedWeights | None = None  # those of the first step
         self._reported = set[str]()
         self._first_step = trainer.global_step
         self._changed_by_first: Container[str] = ()  # attributes that the first micro-batch has changed
@@ -72,8 +71,6 @@ class Rehearsal(Callback):
         if self._before is not None:
             return
         check_compiled(pl_module, typed(trainer).exact)  # after all hooks that may compile a layer
-        if trainer.is_global_zero and not typed(trainer).exact:
-            self._buffers = MovedWeights(pl_module, parameters=False)
         self._before = {}
         if checkpoints_of(trainer) and not is_sharded(trainer) and not typed(trainer).fast_dev_run:
             self._before = attributes(trainer)
@@ -105,16 +102,6 @@ class Rehearsal(Callback):
     def _drawn(self) -> dict[str, bytes]:
         """Returns the digests of generators that have drawn since the run began, by name."""
         return self._generators.moved() if self._generators is not None else {}
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Warns, when the first step's gradients are there, of buffers that a micro-batch of this rank has moved."""
-        if self._buffers is not None:
-            names, self._buffers = self._buffers.moved_buffers(), None
-            _warn(
-                "the network moves it with each micro-batch of a rank, and on several ranks it is rank 0's: on another number "
-                "of ranks it is another one. HINT: move it in on_before_optimizer_step, by what all ranks have.",
-                *(trainer, names),
-            )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int

@@ -892,6 +892,84 @@ def test_a_buffer_that_a_micro_batch_moves_is_named(tmp_path: Path, caplog: pyte
         fit(tmp_path / "exact", Moving(), points(), exact=True, global_batch_size=samples)
 
 
+class Teaching(Regression):
+    """Has a mean of its weights, which the optimiser knows and does not move, or does not know."""
+
+    def __init__(self, hook: str, optimised: bool = True) -> None:
+        super().__init__()
+        self.optimised = optimised
+        self.learns: Any = self.network[-1]
+        self.mean: Any = nn.Linear(16, 1).double()
+        self.mean.load_state_dict(self.learns.state_dict())
+        self.register_buffer("moves", torch.zeros(()))
+        setattr(self, hook, self.follow)
+
+    def follow(self, *_: Any) -> None:
+        self.moves += 1
+        self.mean.weight.data.lerp_(self.learns.weight.data, 0.1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters() if self.optimised else self.network.parameters(), lr=0.05)
+
+
+class Encoding(Teaching):
+    """Moves it in training_step, or makes it anew."""
+
+    def __init__(self, anew: bool) -> None:
+        super().__init__("unused", optimised=not anew)
+        self.anew = anew
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        if self.anew:
+            self.mean.weight = nn.Parameter(0.9 * self.mean.weight.detach() + 0.1 * self.learns.weight.detach())
+        else:
+            self.follow()
+        return super().training_step(batch, batch_idx)
+
+
+class StepsOnce(Callback):
+    """Moves a mean where all gradients of a step are there."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        pl_module.follow()
+
+
+def named_as_moved(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Returns what is named as moved by each micro-batch, line by line."""
+    lines = [record.getMessage() for record in caplog.records if "the network moves it" in record.getMessage()]
+    caplog.clear()
+    return [line.partition(": ")[0] for line in lines]
+
+
+def test_a_parameter_that_a_micro_batch_moves_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bare: dict[str, Any] = {"enable_checkpointing": False, "global_batch_size": 8}
+    for name, module in {
+        "forward": Encoding(False),
+        "end": Teaching("on_train_batch_end"),
+        "unknown": Teaching("on_train_batch_start", optimised=False),
+    }.items():
+        fit(tmp_path / name, module, points(), **bare)
+        assert named_as_moved(caplog) == ["moves", "mean.weight"], name
+    fit(tmp_path / "anew", Encoding(True), points(), **bare)
+    assert named_as_moved(caplog) == ["mean.weight"]
+    fit(tmp_path / "one", Encoding(False), points(), **{**bare, "global_batch_size": 4})  # on one rank alone
+    assert named_as_moved(caplog) == ["moves"]
+
+
+@pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_before_optimizer_step", "on_train_epoch_start", "unused"])
+@pytest.mark.parametrize("samples", [4, 8])
+def test_what_moves_once_a_step_is_not_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hook: str, samples: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    callbacks: list[Callback] = [StepsOnce()] if hook == "unused" else []
+    fit(tmp_path, Teaching(hook), points(), callbacks=callbacks, enable_checkpointing=False, global_batch_size=samples)
+    assert named_as_moved(caplog) == []
+
+
 def test_what_goes_by_the_micro_batches_of_a_rank_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path / "many", Regression(), points(), callbacks=[Average()], global_batch_size=8)
     (line,) = [record.getMessage() for record in caplog.records if "changes with each micro-batch" in record.getMessage()]

@@ -101,6 +101,16 @@ class MovesACodebook(Teaches):
         return super().training_step(batch, batch_idx)
 
 
+class MakesACodebookAnew(Teaches):
+    """As implementations of VQ-VAE do, with a parameter that the optimiser does not know."""
+
+    hook = None
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        self.teacher.weight = torch.nn.Parameter(0.9 * self.teacher.weight.detach(), requires_grad=False)
+        return super().training_step(batch, batch_idx)
+
+
 class Gathers(Regression):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
         return self.all_gather(self.loss(batch), sync_grads=True).mean()
@@ -162,6 +172,7 @@ def fit(tmp_path, monkeypatch):
         (OfEachRank, "The metric correlation (PearsonCorrCoef) brings the ranks' states together in a way of its own"),
         (LogsEachStep, "self.log('val_loss', on_step=True) in validation_step logs each micro-batch of rank 0"),
         (MovesABuffer, "each micro-batch moves the buffer running"),
+        (MakesACodebookAnew, "each micro-batch moves the parameter teacher.weight in its forward pass"),
         (MovesACodebook, "each micro-batch moves the parameter teacher.weight in its forward pass"),
         (Teaches, "moves the parameter teacher.weight in on_before_zero_grad"),
         (TeachesInEach, "moves the parameter teacher.weight in a hook between the micro-batches"),
