@@ -176,10 +176,12 @@ class MovedWeights:
     def refuse(self, where: str = "in its forward pass") -> None:
         """Raises a UserError where a parameter or a buffer has moved."""
         once = "move it once a step, in on_before_optimizer_step, by what all ranks have (weights, gradients)"
+        without = "a layer without it (InstanceNorm with track_running_stats=False, say)"
+        in_forward = where == "in its forward pass"
         for name in self.moved_buffers():
             raise UserError(
                 f"trainer.exact can't be kept: each micro-batch moves the buffer {name} {where}, and ranks have others. "
-                "HINT: a layer without it (InstanceNorm with track_running_stats=False, say), or trainer.exact=false."
+                f"HINT: {without if in_forward else once}, or trainer.exact=false."
             )
         for name in self.moved_parameters():
             raise UserError(

@@ -111,6 +111,16 @@ class MakesACodebookAnew(Teaches):
         return super().training_step(batch, batch_idx)
 
 
+class CountsItsMoves(MovesABuffer):
+    """Moves a buffer in a hook, as averages of weights that count do."""
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.running += 1
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        return Regression.training_step(self, batch, batch_idx)
+
+
 class Gathers(Regression):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
         return self.all_gather(self.loss(batch), sync_grads=True).mean()
@@ -172,6 +182,10 @@ def fit(tmp_path, monkeypatch):
         (OfEachRank, "The metric correlation (PearsonCorrCoef) brings the ranks' states together in a way of its own"),
         (LogsEachStep, "self.log('val_loss', on_step=True) in validation_step logs each micro-batch of rank 0"),
         (MovesABuffer, "each micro-batch moves the buffer running"),
+        (
+            CountsItsMoves,
+            "forward pass of each rank, and ranks have others. HINT: move it once a step, in on_before_optimizer_step",
+        ),
         (MakesACodebookAnew, "each micro-batch moves the parameter teacher.weight in its forward pass"),
         (MovesACodebook, "each micro-batch moves the parameter teacher.weight in its forward pass"),
         (Teaches, "moves the parameter teacher.weight in on_before_zero_grad"),
