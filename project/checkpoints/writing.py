@@ -65,6 +65,15 @@ def check(checkpoint: StateDict) -> None:
     """Raises a UserError that names the part of a checkpoint that could not be read again. Skips what tensors hold."""
     if not (problem := _reading_problem(checkpoint)):
         return
+    for key in ("hyper_parameters", "datamodule_hyper_parameters"):
+        reasons = {name: why for name, value in (checkpoint.get(key) or {}).items() if (why := _reading_problem(value))}
+        if names := [*reasons]:
+            raise UserError(
+                f"A run could not resume from this checkpoint: {', '.join(names)}, which save_hyperparameters keeps, can't be "
+                f"read again ({reasons[names[0]]}). HINT: self.save_hyperparameters(ignore={names}); for a library's class, an "
+                f"on_save_checkpoint of your module that takes them out of checkpoint[{key!r}]. load_from_checkpoint takes them "
+                "by name."
+            )
     states = checkpoint.get("callbacks") or {}
     parts = {
         **{f"the state of the callback {str(name).partition('{')[0]}": state for name, state in states.items()},

@@ -1270,6 +1270,27 @@ def test_a_librarys_own_tensors_that_are_logged_and_counted_are_in_no_checkpoint
         assert ("val_own" in names) == (steps > 6)
 
 
+class KeepsArguments(Regression):
+    """A library's module, and one around it that leaves an argument out of its checkpoints."""
+
+    def __init__(self, parts: Any, width: int = 3, leave_out: bool = False) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.leave_out = leave_out
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.leave_out:
+            checkpoint["hyper_parameters"].pop("parts")
+
+
+def test_an_argument_that_no_checkpoint_can_hold_is_named_with_what_helps(tmp_path: Path) -> None:
+    reason = r": parts, which save_hyperparameters keeps.*collections\.deque\)\. HINT: .*\(ignore=\['parts'\]\)"
+    with pytest.raises(UserError, match=reason):
+        fit(tmp_path, KeepsArguments(deque()), points())
+    for steps in (4, 8):
+        fit(tmp_path, KeepsArguments(deque(), leave_out=True), points(), steps=steps, resume=True)
+
+
 class LateState(Callback):
     """Has a state that no checkpoint can hold, after a step."""
 
