@@ -71,8 +71,8 @@ def check(checkpoint: StateDict) -> None:
             raise UserError(
                 f"A run could not resume from this checkpoint: {', '.join(names)}, which save_hyperparameters keeps, can't be "
                 f"read again ({reasons[names[0]]}). HINT: self.save_hyperparameters(ignore={names}); for a library's class, an "
-                f"on_save_checkpoint of your module that takes them out of checkpoint[{key!r}]. load_from_checkpoint takes them "
-                "by name."
+                f"on_save_checkpoint of your module that takes them out of checkpoint[{key!r}]. load_from_checkpoint takes "
+                "them by name."
             )
     states = checkpoint.get("callbacks") or {}
     parts = {

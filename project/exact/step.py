@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from project.errors import UserError
 from project.exact.checks import MovedWeights, explain_missing_gradients
@@ -18,7 +19,19 @@ from project.sharded.local_step import clip, on_shards
 from project.sharded.shards import total_norm
 from project.sharded.strategy import Sharded
 from project.step.gradients import Gradients
+from project.step.optimizers import evaluates_once
 from project.typed import typed
+
+
+class _UnknownLoss(Tensor):
+    """Stands for the loss of a step, of which each rank has a part. An optimiser may return it, and not compute with it."""
+
+    @classmethod
+    def __torch_function__(cls, *arguments: object, **settings: object) -> object:
+        raise UserError(
+            "trainer.exact can't be kept: the optimiser computes with the loss, of which each rank has that of its own "
+            "micro-batches. HINT: an optimiser that goes by gradients alone, or trainer.exact=false."
+        )
 
 
 class ExactStep(Gradients):
@@ -37,6 +50,7 @@ class ExactStep(Gradients):
         self._restored: dict[str, float] = {}
         self._checks_weights = False  # until a step has shown that they stay
         self._weights: MovedWeights | None = None
+        self._checks_optimizer = False  # until its first step of the epoch
 
     def begin_epoch(self, why_not: str | None) -> None:
         if why_not is not None:
@@ -45,6 +59,7 @@ class ExactStep(Gradients):
                 "HINT: change that, or set trainer.exact to false."
             )
         self._make_sums()
+        self._checks_optimizer = True
         callbacks = typed(self.trainer).callbacks
         others = [callback for callback in callbacks if not type(callback).__module__.startswith(("project.", "lightning."))]
         self._results.logs_at_the_end = is_overridden("on_train_batch_end", self.trainer.lightning_module) or any(
@@ -120,6 +135,35 @@ class ExactStep(Gradients):
         if self._sums is None or not self._sums.whole:
             return super().clip_by_norm(parameters, most)
         return clip(parameters, most, self.norm(parameters))
+
+    def takes_step_of(self, optimizer: Optimizer) -> bool:
+        """Returns whether the optimiser needs one gradient, which `step_arguments` checks of others than torch's. On shards
+        these may add up over a tensor, in another order on another number of ranks.
+        """
+        unknown = isinstance(optimizer, LBFGS) or isinstance(self.trainer.strategy, Sharded)
+        return evaluates_once(optimizer) or not unknown
+
+    def step_arguments(self, optimizer: Optimizer) -> tuple[Callable[[], Tensor], ...]:
+        """Returns the closure of an optimiser that is not torch's. It gives the step's loss once, whose gradient is there."""
+        if evaluates_once(optimizer):
+            return ()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        gradients = [parameter.grad for parameter in parameters]
+        weights = [parameter.detach().clone() for parameter in parameters] if self._checks_optimizer else []
+        self._checks_optimizer = False
+        calls: list[None] = []
+
+        def closure() -> Tensor:
+            calls.append(None)
+            moved = any(not torch.equal(weight, parameter) for weight, parameter in zip(weights, parameters, strict=False))
+            if len(calls) > 1 or moved or any(at.grad is not grad for at, grad in zip(parameters, gradients, strict=True)):
+                raise UserError(
+                    f"trainer.exact can't be kept: {type(optimizer).__name__} asks for the loss again, at other weights. HINT: "
+                    "an optimiser that needs one gradient for a step, or trainer.exact=false."
+                )
+            return torch.zeros(()).as_subclass(_UnknownLoss)
+
+        return (closure,)
 
     def update(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         return on_shards(optimizer)

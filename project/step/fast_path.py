@@ -10,7 +10,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from project.step.optimizers import all_evaluate_once
 from project.typed import typed
 
 # Hooks of the model that take over a part of the step.
@@ -28,6 +27,7 @@ def why_not_fast_path(trainer: Trainer, fetches_batches: bool) -> str | None:
     strategy, precision, name = trainer.strategy, trainer.precision_plugin, type(module).__name__
     own = [hook for hook in _TAKES_OVER if is_overridden(hook, module, LightningModule)]
     optimizers = trainer.optimizers
+    foreign = [type(optimizer).__name__ for optimizer in optimizers if not typed(trainer).gradients.takes_step_of(optimizer)]
     reasons = {
         f"{name} steps by itself (automatic_optimization is False)": not module.automatic_optimization,
         f"{name} has a method {own[0] if own else ''} of its own": own,
@@ -41,7 +41,7 @@ def why_not_fast_path(trainer: Trainer, fetches_batches: bool) -> str | None:
         f"{type(precision).__name__} is in charge of the precision": type(precision)
         not in (Precision, MixedPrecision, DoublePrecision, HalfPrecision),
         f"{name} has {len(optimizers)} optimisers": len(optimizers) != 1,
-        "the optimiser may ask for the loss again": not all_evaluate_once(trainer),
+        f"{', '.join(foreign)} may ask for the loss again in a step, or add up over the shards of a sharded network": foreign,
         f"{name}.training_step takes the batches by itself (dataloader_iter)": fetches_batches,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -4,7 +4,7 @@ The loop calls these methods and knows no more of it. `Gradients` is for one ran
 up in the backward pass. exact/step.py and sharded/gradients.py have others.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from project.step.optimizers import is_fused
+from project.step.optimizers import evaluates_once, is_fused
 from project.typed import typed
 
 
@@ -77,6 +77,14 @@ class Gradients:
     def clip_by_norm(self, parameters: list[Tensor], most: float) -> Tensor:
         """Clips the gradient by its norm, and returns the norm before."""
         return clip_grad_norm_(parameters, most)
+
+    def takes_step_of(self, optimizer: Optimizer) -> bool:
+        """Returns whether the loop takes an optimiser's steps by itself, with one gradient for each."""
+        return evaluates_once(optimizer)
+
+    def step_arguments(self, optimizer: Optimizer) -> tuple[Callable[[], Tensor], ...]:
+        """Returns what the optimiser's step is given: nothing here, where each optimiser is one of torch's."""
+        return ()
 
     def update(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Surrounds the optimiser's step."""

@@ -306,11 +306,12 @@ class Steps(EpochLoop):
         self._call_hook("on_before_optimizer_step", self._optimizer)
         if self.trainer.gradient_clip_val:
             self._clip(self.trainer.gradient_clip_val)
+        arguments = self.gradients.step_arguments(self._optimizer)
         with self.state.runner.rates(), self.gradients.update(self._optimizer):
             if self._scaler is None:
-                self._optimizer.step()
+                self._optimizer.step(*arguments)
             else:
-                self._scaler.step(self._optimizer)
+                self._scaler.step(self._optimizer, *arguments)
                 self._scaler.update()
 
     def _clip(self, value: float) -> None:

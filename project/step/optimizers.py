@@ -15,10 +15,11 @@ def all_evaluate_once(trainer: Trainer) -> bool:
     """Returns whether each optimiser needs one gradient for a step. LBFGS evaluates the loss repeatedly; of others than torch's
     nothing is known.
     """
-    return all(
-        f"{type(optimizer).__module__}.".startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
-        for optimizer in trainer.optimizers
-    )
+    return all(map(evaluates_once, trainer.optimizers))
+
+
+def evaluates_once(optimizer: Optimizer) -> bool:
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
 
 
 def refuse_accumulation_of_lbfgs(trainer: Trainer) -> None:

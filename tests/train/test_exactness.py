@@ -235,6 +235,68 @@ def test_optimisers_that_take_one_gradient_for_a_step_are_taken(fit, kind):
     fit(Learns())
 
 
+class Foreign(torch.optim.SGD):
+    """Somebody's optimiser: asks for the loss first, as torch's do."""
+
+
+class AsksTwice(Foreign):
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
+class AsksElsewhere(Foreign):
+    """Moves the weights, and asks for their gradient, as sharpness-aware minimisation does."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        return closure()
+
+
+class AsksForAGradient(Foreign):
+    def step(self, closure: Any = None) -> Any:
+        self.zero_grad()
+        return super().step(closure)
+
+
+class GoesByTheLoss(Foreign):
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["lr"] = 0.1 * float(closure())
+        return super().step()
+
+
+def learning_by(kind):
+    class Learns(Regression):
+        def configure_optimizers(self) -> Any:
+            return kind(self.parameters(), lr=0.05)
+
+    torch.manual_seed(0)
+    return Learns()
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (AsksTwice, "AsksTwice asks for the loss again"),
+        (AsksElsewhere, "AsksElsewhere asks for the loss again"),
+        (AsksForAGradient, "AsksForAGradient asks for the loss again"),
+        (GoesByTheLoss, "the optimiser computes with the loss"),
+        (torch.optim.LBFGS, "LBFGS may ask for the loss again"),
+    ],
+)
+def test_an_optimiser_that_needs_more_than_one_gradient_is_refused_in_its_first_step(fit, kind, says):
+    with pytest.raises(UserError, match=f"^trainer.exact can't be kept: {says}"):
+        fit(module := learning_by(kind))
+    assert module.trainer.global_step == 0
+
+
+def test_an_optimiser_of_somebodys_takes_the_steps_of_torchs(fit):
+    modules = [learning_by(kind) for kind in (torch.optim.SGD, Foreign)]
+    for module in modules:
+        fit(module, global_batch_size=4)
+    assert all(map(torch.equal, *(module.parameters() for module in modules)))
+
+
 def test_a_teacher_that_follows_once_a_step_is_no_trouble(fit):
     fit(TeachesOnce(), global_batch_size=4)
 
