@@ -51,6 +51,7 @@ from project.model import ImageClassifier
 from project.resume.changes import ChangedSettings
 from project.runs import Run, open_beside, open_run, run_of, saved_config, weights
 from project.sharded.meta_build import build_once
+from project.step.logged import resume_loggers
 from project.step.state import step_state
 from project.step.supported_strategies import refuse_ranks_in_process
 from project.survive.failure import BY_COMMAND, cause_of, exit_at_once, exit_code, report_error
@@ -73,7 +74,6 @@ from project.watch.openmetrics import Metrics
 from project.watch.profile import Profile
 from project.watch.progress import Progress
 from project.watch.report import write
-from project.watch.steady import resume_loggers
 
 log = logging.getLogger(__name__)
 
@@ -300,12 +300,7 @@ class ProjectCLI(LightningCLI):
         trainer.configuration = configuration
         for recovery in callbacks_of(trainer, Recovery) if self.subcommand == "fit" else ():
             recovery.life = self.folder / LIFE
-        if self._begun is not None:
-            saved = self._begun[1]
-            at = saved["position"]
-            first = min(at["global_step"], at["logged_steps"])
-            resume_loggers(trainer.loggers, first, saved.get("logged", ()), starts_again=not at.get("validation_due", False))
-        elif any(self.folder.glob("events.*")):  # the run was ended before its first checkpoint
+        if self._begun is None and any(self.folder.glob("events.*")):  # the run was ended before its first checkpoint
             resume_loggers(trainer.loggers, 0)
         return trainer
 

@@ -40,6 +40,7 @@ from project.sharded.strategy import Sharded
 from project.step.data_ranks import data_ranks
 from project.step.ddp import all_gather_objects
 from project.step.evaluation import loaders_of
+from project.step.logged import resume_loggers
 from project.step.loop import Steps
 from project.step.optimizers import states_in
 from project.step.position import Position, check_loop_progress, is_over, position, set_counters
@@ -177,8 +178,12 @@ class Resuming(_CheckpointConnector):
             return str(newest[0])
         if is_of_run and state_fn == TrainerFn.FITTING and not callbacks_of(self.trainer, ModelCheckpoint):
             log.warning("There is no checkpoint in %s: the run begins at its beginning.", self.trainer.default_root_dir)
-            return None
-        return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
+            path = None
+        else:
+            path = super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
+        if path is None and ckpt_path == "last" and state_fn == TrainerFn.FITTING and self.trainer.is_global_zero:
+            resume_loggers(self.trainer.loggers, 0)  # the run may have been ended before its first checkpoint
+        return path
 
     def _read(self, path: str | None, weights_only: bool | None) -> None:
         """Reads the checkpoint; where the network is sharded, what this rank has of it."""
@@ -237,7 +242,12 @@ class Resuming(_CheckpointConnector):
         if metrics := saved.get("callback_metrics"):  # sorted in the file: a rank may have logged them in another order
             saved["callback_metrics"] = {name: metrics[name] for name in [*in_order, *metrics] if name in metrics}
         if self.trainer.state.fn == "fit" and "position" in saved:
-            self._restore_position(saved)
+            at = self._restore_position(saved)
+            if self.trainer.is_global_zero and self.chosen and chosen == str(self.chosen):  # and not a search's own
+                first, logged = min(at.global_step, at.logged_steps), manifest.get("logged")
+                if logged is None:  # another callback's checkpoint does not keep those of its step
+                    first += 1 + at.validation_due
+                resume_loggers(self.trainer.loggers, first, logged or (), starts_again=not at.validation_due)
         states, ranks = saved.get("states_of_ranks"), data_ranks(self.trainer)
         if states and len(states) == ranks.count:
             saved.update(states[ranks.rank] or {})
@@ -249,8 +259,8 @@ class Resuming(_CheckpointConnector):
         if of_loaders := saved.get("states_of_loaders"):
             saved["loops"]["fit_loop"]["state_dict"]["combined_loader"] = of_loaders
 
-    def _restore_position(self, saved: StateDict) -> None:
-        """Sets loops and loaders to the checkpoint's position, also on another number of ranks."""
+    def _restore_position(self, saved: StateDict) -> Position:
+        """Sets loops and loaders to the checkpoint's position, also on another number of ranks, and returns it."""
         try:
             at = Position.from_state_dict(saved["position"])
         except (AttributeError, TypeError, ValueError):
@@ -270,6 +280,7 @@ class Resuming(_CheckpointConnector):
         loaders_of(self.trainer).start_at(at.epoch, at.micro_batches, sizes, at.begun, size)
         if (fetcher := self.trainer.fit_loop._data_fetcher) is not None:
             iter(fetcher)  # begun already, at the beginning of the epoch: where a sharded network is restored
+        return at
 
     def restore_model(self) -> None:
         """Restores the module. Called in every fit, resumed or not, before the hooks of its start, which may make more."""

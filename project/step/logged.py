@@ -1,7 +1,7 @@
 """Stores what `self.log` logs: its means over a step and over an epoch count each sample once, also those of a resumed run."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from functools import wraps
 from typing import Protocol, TypeAlias, TypedDict, cast, runtime_checkable
@@ -371,6 +371,22 @@ class TakesMeasurements:
     def logged_since(self, step: int) -> list[tuple[int, str, float]]:
         """Returns what was logged for this step and later ones, which a checkpoint takes along."""
         return []
+
+
+@runtime_checkable
+class Resumes(Protocol):
+    """A logger that replaces what it has from a step on by `logged`: that part of the run is repeated."""
+
+    def resume_at(self, step: int, logged: Sequence[tuple[int, str, float]], starts_again: bool = True) -> None: ...
+
+
+def resume_loggers(
+    loggers: Iterable[Logger], step: int, logged: Sequence[tuple[int, str, float]] = (), starts_again: bool = True
+) -> None:
+    """Has the loggers that can resume their curves do so. Called by rank 0, who logs."""
+    for logger in loggers:
+        if isinstance(logger, Resumes):
+            logger.resume_at(step, logged, starts_again)
 
 
 @runtime_checkable

@@ -126,8 +126,10 @@ class Events(TakesMeasurements, TensorBoardLogger):
         the last one; and what its start had logged before it was saved is logged by its start again, if it `starts_again`
         (a run that resumes with the validation after a step does not).
         """
+        self.finalize("")  # a script may have written something already
         _put_before_now(Path(self.log_dir))
         self._hidden_from = step
+        self._latest.clear()
         for number, tag, value in logged:
             self.log_metrics({tag: value}, number)
         if starts_again:

@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -22,7 +22,7 @@ from project.cluster.settings import flat
 from project.errors import FaultError, UserError
 from project.masking import masked_text
 from project.untrusted import open_to_append, read_text, write_text
-from project.watch.events import Events, LoggedAgain
+from project.watch.events import LoggedAgain
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +160,8 @@ class Csv(Steady, CSVLogger):
 
     def resume_at(self, step: int, logged: Sequence[tuple[int, str, float]], starts_again: bool = True) -> None:
         """Resumes the curves, as `Events.resume_at` does."""
-        self._resumed, self._again = (step, logged), LoggedAgain(logged if starts_again else ())
+        self.save()
+        self._file, self._resumed, self._again = None, (step, logged), LoggedAgain(logged if starts_again else ())
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -298,12 +299,3 @@ class MLFlow(Steady, MLFlowLogger):
             log.warning("MLflow does not answer, and lacks %d points of the curves.", left)
         else:
             self.attempt(lambda: MLFlowLogger.finalize(self, status))
-
-
-def resume_loggers(
-    loggers: Iterable[Logger], step: int, logged: Sequence[tuple[int, str, float]] = (), starts_again: bool = True
-) -> None:
-    """Has TensorBoard and CSV replace what they have from this step on by `logged`: that part of the run is repeated."""
-    for logger in loggers:
-        if isinstance(logger, (Events, Csv)):
-            logger.resume_at(step, logged, starts_again)

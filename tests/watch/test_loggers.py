@@ -15,14 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 
+import project
+from project.checkpoints.callback import Checkpoints
 from project.errors import FaultError, UserError
 from project.watch.history import OURS
 from project.watch.loggers import Named, by_name, made
 from project.watch.steady import CsvFile, Sender
-from tests.conftest import TINY
-from tests.survive.test_resume import faults
+from tests.conftest import TINY, forked
+from tests.own import PointsData, Regression
+from tests.survive.test_resume import curves, faults
 
 ALL = [
     {"class_path": "WandbLogger", "init_args": {"offline": True}},
@@ -99,6 +103,46 @@ def of_csv(run: Path) -> Curves:
 def learned(curves: Curves) -> dict[str, dict[int, float]]:
     """What was measured last for each step, but for how fast it went."""
     return {name: dict(points) for name, points in curves.items() if not name.startswith(OURS)}
+
+
+class Ends(Callback):
+    """Ends training by an error, some steps after a checkpoint."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.at:
+            raise ArithmeticError
+
+
+def script() -> None:
+    """A Python script that is started again: after its first checkpoint, and before it; with a checkpoint of Lightning's, too."""
+    settings: Any = {"devices": int(os.environ.get("WORLD_SIZE", 1)), "accelerator": "cpu", "global_batch_size": 8, "max_steps": 12}
+    settings |= {"log_every_n_steps": 1, "num_sanity_val_steps": 0, "enable_progress_bar": False, "logger": "csv"}
+    for name, steps in (("whole", [99]), ("again", [7, 99]), ("early", [2, 99]), ("lightning", [7, 99])):
+        for at in steps:
+            of_lightning = ModelCheckpoint(dirpath=name, every_n_train_steps=4, save_last=True)
+            kept: Any = of_lightning if name == "lightning" else Checkpoints(every_n_steps=3)
+            seed_everything(0)
+            trainer = project.Trainer(default_root_dir=f"{name}/lightning_logs/it", callbacks=[kept, Ends(at)], **settings)
+            with suppress(ArithmeticError):
+                trainer.fit(Regression(), PointsData(), ckpt_path="last")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_python_script_that_resumes_repeats_no_step_in_its_curves(tmp_path, ranks):
+    run = forked(tmp_path, ranks=ranks, program=f"{__name__}:script")
+    assert run.code == 0, run.output
+    rows, shown = of_csv(tmp_path / "whole/lightning_logs/it"), curves(tmp_path / "whole")
+    assert [step for step, _ in rows["loss_step"]] == [*range(1, 13)]
+    for name in ("again", "early", "lightning"):
+        repeated, shown_again = of_csv(tmp_path / name / "lightning_logs/it"), curves(tmp_path / name)
+        for tag in ("loss_step", "val_loss/dataloader_idx_0"):
+            for expected, points in ((rows, repeated), (shown, shown_again)):
+                assert [number for point in points[tag] for number in point] == pytest.approx(
+                    [number for point in expected[tag] for number in point]
+                ), (name, tag)
 
 
 @pytest.mark.slow
