@@ -20,6 +20,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import DDPStrategy
@@ -56,7 +57,7 @@ from project.step.gathering import gather_evenly
 from project.step.gradients import Gradients
 from project.step.loaders import Loaders
 from project.step.logged import Logged, Results
-from project.step.position import is_over, warn_if_cut_short
+from project.step.position import is_over, timers, warn_if_cut_short
 from project.step.precision import on_cpu
 from project.step.state import StepState
 from project.step.supported_strategies import refuse_strategy
@@ -162,13 +163,14 @@ class Trainer(TypedTrainer):
         if fingerprints is None:
             fingerprints = records
         wanted = default_kinds(enable_progress_bar, enable_checkpointing, bare)
+        listed = with_ours(
+            callbacks, wanted, nonfinite, gradient_compression, exact, fingerprints and not bare, records, ranks_differ
+        )
         with named_errors({**kwargs, "accelerator": accelerator, "precision": precision, "plugins": plugins, "logger": logger}):
             super().__init__(
                 accelerator=accelerator,
                 precision=precision_,  # type: ignore[arg-type]
-                callbacks=with_ours(
-                    callbacks, wanted, nonfinite, gradient_compression, exact, fingerprints and not bare, records, ranks_differ
-                ),
+                callbacks=listed,
                 logger=Events(str(default_root_dir)) if loggers in (None, True) and not bare else loggers,
                 plugins=resolve_plugins(plugins, launch),
                 default_root_dir=default_root_dir,
@@ -182,6 +184,8 @@ class Trainer(TypedTrainer):
                 enable_model_summary=enable_model_summary,
                 **kwargs,
             )
+        by_setting = timers(self) and not any(isinstance(callback, Timer) for callback in listed)
+        self._time_limit = "trainer.max_time" if by_setting else "the duration of Timer"
         for watchdog in callbacks_of(self, Watchdog) if callbacks_of(self, Life) else ():
             watchdog.life = Path(default_root_dir) / LIFE
         refuse_strategy(self, bool(launch.world_size), saves=bool(checkpoints_of(self)))
@@ -296,5 +300,5 @@ class Trainer(TypedTrainer):
                 self._teardown = self._signal_connector.teardown  # type: ignore[method-assign]
             raise
         if self.state.fn == TrainerFn.FITTING:
-            warn_if_cut_short(self)
+            warn_if_cut_short(self, self._time_limit)
         return results

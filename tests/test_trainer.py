@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, Timer
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -132,6 +132,14 @@ def test_last_is_the_newest_checkpoint_of_the_folder(tmp_path, caplog):
     resumed.fit_loop.max_epochs = 2
     resumed.fit(BoringModel(), ckpt_path="last")
     assert (resumed.global_step, resumed.current_epoch) == (8, 2)
+
+
+def test_who_has_set_no_max_time_is_not_referred_to_it(tmp_path, caplog):
+    made = {"the duration of Timer": {"callbacks": Timer({"seconds": 0})}, "trainer.max_time": {"max_time": {"seconds": 0}}}
+    for limit, settings in made.items():
+        trainer(tmp_path / limit, **settings).fit(BoringModel())
+        assert f"Stopped by {limit} after step" in caplog.text
+        caplog.clear()
 
 
 def test_a_gradient_accumulation_that_is_set_twice_is_refused(tmp_path):

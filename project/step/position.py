@@ -122,17 +122,17 @@ def timers(trainer: Trainer) -> list[Timer]:
 
 
 def out_of_time(trainer: Trainer) -> bool:
-    """Returns whether trainer.max_time is used up, by this process's clock."""
+    """Returns whether trainer.max_time or a Timer's duration is used up, by this process's clock."""
     return any((left := timer.time_remaining()) is not None and left <= 0 for timer in timers(trainer))
 
 
-def warn_if_cut_short(trainer: Trainer) -> None:
-    """Warns where trainer.max_time has ended a fit before its last step."""
+def warn_if_cut_short(trainer: Trainer, limit: str) -> None:
+    """Warns where a limit of time has ended a fit before its last step. `limit`: what has set it."""
     if out_of_time(trainer) and trainer.global_step < trainer.estimated_stepping_batches:
         log.warning(
-            "Stopped by trainer.max_time after step %d of %s, before the end of the run. HINT: more time for all starts "
+            "Stopped by %s after step %d of %s, before the end of the run. HINT: more time for all starts "
             "together, and the same command resumes from the checkpoint.",
-            *(trainer.global_step, trainer.estimated_stepping_batches),
+            *(limit, trainer.global_step, trainer.estimated_stepping_batches),
         )
 
 
