@@ -57,7 +57,7 @@ from project.step.gathering import gather_evenly
 from project.step.gradients import Gradients
 from project.step.loaders import Loaders
 from project.step.logged import Logged, Results
-from project.step.position import is_over, timers, warn_if_cut_short
+from project.step.position import is_over, warn_if_cut_short
 from project.step.precision import on_cpu
 from project.step.state import StepState
 from project.step.supported_strategies import refuse_strategy
@@ -166,6 +166,8 @@ class Trainer(TypedTrainer):
         listed = with_ours(
             callbacks, wanted, nonfinite, gradient_compression, exact, fingerprints and not bare, records, ranks_differ
         )
+        of_timer = kwargs.get("max_time") is None or any(isinstance(callback, Timer) for callback in listed)
+        self._time_limit = "the duration of Timer" if of_timer else "trainer.max_time"
         with named_errors({**kwargs, "accelerator": accelerator, "precision": precision, "plugins": plugins, "logger": logger}):
             super().__init__(
                 accelerator=accelerator,
@@ -184,8 +186,6 @@ class Trainer(TypedTrainer):
                 enable_model_summary=enable_model_summary,
                 **kwargs,
             )
-        by_setting = timers(self) and not any(isinstance(callback, Timer) for callback in listed)
-        self._time_limit = "trainer.max_time" if by_setting else "the duration of Timer"
         for watchdog in callbacks_of(self, Watchdog) if callbacks_of(self, Life) else ():
             watchdog.life = Path(default_root_dir) / LIFE
         refuse_strategy(self, bool(launch.world_size), saves=bool(checkpoints_of(self)))

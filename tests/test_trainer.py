@@ -12,6 +12,7 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from torch.utils.data import DataLoader, IterableDataset
 
 from project import Trainer
+from project.errors import UserError
 from project.launch.early_start import free_port
 from project.step.precision import auto_precision, cpu_precision
 from tests.conftest import environment
@@ -173,7 +174,13 @@ def test_the_best_is_found_by_what_is_there(tmp_path):
     made = trainer(tmp_path)
     made.fit_loop.max_epochs = 3
     made.fit(Validated())
-    assert made.checkpoint_callback.best_model_path.endswith("step-000000008.ckpt")
+    best = made.checkpoint_callback.best_model_path
+    assert best.endswith("step-000000008.ckpt")
+    anew = trainer(tmp_path)
+    anew.validate(Validated(), ckpt_path="best")  # of a program that was started again
+    assert anew.resuming.chosen == best
+    with pytest.raises(UserError, match=r"has the metric 'val/acc' .* HINT: set checkpoints.monitor, or --ckpt_path last"):
+        trainer(tmp_path / "other").validate(Validated(), ckpt_path="best")
 
 
 @pytest.mark.parametrize(

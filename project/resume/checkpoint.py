@@ -35,6 +35,7 @@ from project.masking import MASK, without_secrets
 from project.parts import changed
 from project.resume.attributes import Attributes, attributes, changed_attributes
 from project.resume.changes import refuse_short_one_cycle, restore_schedules
+from project.runs import weights
 from project.sharded.shards import split
 from project.sharded.strategy import Sharded
 from project.step.data_ranks import data_ranks
@@ -170,8 +171,13 @@ class Resuming(_CheckpointConnector):
     def _parse_ckpt_path(
         self, state_fn: TrainerFn, ckpt_path: str | Path | None, model_provided: bool, model_connected: bool
     ) -> str | Path | None:
-        """`ckpt_path="last"` is the newest of this run's folder; Lightning looks for those of its ModelCheckpoint."""
-        is_of_run = ckpt_path == "last" and checkpoints_of(self.trainer)
+        """Returns the checkpoint: "last" is the newest of this run's folder, "best" the best one where this Trainer has saved
+        none; Lightning looks for those of its ModelCheckpoint.
+        """
+        saved = checkpoints_of(self.trainer)
+        if ckpt_path == "best" and saved and saved is self.trainer.checkpoint_callback and not saved.best_model_path:
+            return str(weights(Path(self.trainer.default_root_dir), "best", saved.monitor, saved.mode))
+        is_of_run = ckpt_path == "last" and saved
         # All ranks look, so nothing is set aside.
         newest = newest_good(Path(self.trainer.default_root_dir) / "checkpoints", set_aside=False) if is_of_run else None
         if newest is not None:

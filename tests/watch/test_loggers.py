@@ -117,8 +117,13 @@ class Ends(Callback):
 
 
 def script() -> None:
-    """A Python script that is started again: after its first checkpoint, and before it; with a checkpoint of Lightning's, too."""
-    settings: Any = {"devices": int(os.environ.get("WORLD_SIZE", 1)), "accelerator": "cpu", "global_batch_size": 8, "max_steps": 12}
+    """A Python script that is started again: after its first checkpoint, before it, and with a checkpoint of Lightning's."""
+    settings: Any = {
+        "devices": int(os.environ.get("WORLD_SIZE", 1)),
+        "accelerator": "cpu",
+        "global_batch_size": 8,
+        "max_steps": 12,
+    }
     settings |= {"log_every_n_steps": 1, "num_sanity_val_steps": 0, "enable_progress_bar": False, "logger": "csv"}
     for name, steps in (("whole", [99]), ("again", [7, 99]), ("early", [2, 99]), ("lightning", [7, 99])):
         for at in steps:
