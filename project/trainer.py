@@ -10,6 +10,7 @@ one, lightning_logs/run-DATE-TIME.
 """
 
 import logging
+import sys
 from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
@@ -43,7 +44,7 @@ from project.exact.metrics import ExactLogged
 from project.exact.step import ExactStep
 from project.launch.launcher import detect
 from project.resume.checkpoint import Resuming
-from project.runs import folder_of_trainer
+from project.runs import folder_of_trainer, weights
 from project.sharded.gradients import ShardedGradients
 from project.sharded.strategy import Sharded
 from project.step.capture import Capture
@@ -192,7 +193,8 @@ class Trainer(TypedTrainer):
         name_speaker(self.global_rank, host(), self.world_size)
         if on_cpu(accelerator):
             keep_freed_memory(large=not (isinstance(self.strategy, Sharded) and self.world_size > 1))
-        self._join_timeout, self.shared_folder = join_timeout, shared_folder
+        self._join_timeout, self.shared_folder, self.max_time = join_timeout, shared_folder, kwargs.get("max_time")
+        self.best_checkpoint = lambda monitor, mode: weights(Path(self.default_root_dir), "best", monitor, mode)
         self.host_of, self.host_names, self.configuration, self.global_batch = launch.host_of, [host()], {}, None
         by_time = self._val_check_time_interval is not None  # type: ignore[attr-defined]
         self._wanted_val_interval = None if by_time else self.val_check_interval
@@ -243,6 +245,20 @@ class Trainer(TypedTrainer):
         checks.guarded_property, ("world_size", "global_rank", "num_training_batches")
     )
 
+    _should_stop = False
+
+    @property
+    def should_stop(self) -> bool:
+        """Returns whether the run is to stop early; who sets it is noted, in `stopped_by`."""
+        return self._should_stop
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        by = sys._getframe(1).f_locals.get("self")
+        if value and not self._should_stop and not type(by).__module__.startswith("project."):
+            self.stopped_by = "trainer.should_stop" if by is None else type(by).__name__
+        self._should_stop = value
+
     @property
     def skipped(self) -> bool | Tensor:
         """Returns whether the step at hand is left out, as it is not finite. A tensor on a GPU, where only the device knows."""
@@ -279,6 +295,7 @@ class Trainer(TypedTrainer):
         """Called for every verb, in every process, before anything is set up."""
         self.resuming.begin_verb(kwargs.get("ckpt_path"), kwargs.get("weights_only"))
         self._moments.begin_verb()
+        self.stopped_by = ""
         if isinstance(self.precision_plugin, DoublePrecision):
             self.precision_plugin.convert_module(model)  # Lightning: after averages were made, which round in float32
         if self.num_nodes > 1:

@@ -1,6 +1,8 @@
 """Declares the types of a Trainer's attributes: those that Lightning sets elsewhere, and those that ours adds."""
 
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
 import lightning.pytorch as pl
@@ -53,7 +55,12 @@ class TypedTrainer(pl.Trainer):
     """The host of each rank, once the ranks of several hosts have met; before, this one."""
     host_of: Callable[[int], str | None]
     """Returns the host on which the launcher, where it knows, has put a rank."""
+    best_checkpoint: Callable[[str | None, str], Path]
+    """Returns the best checkpoint in the run's folder by a metric: `min` or `max`."""
     shared_folder: bool
+    max_time: str | timedelta | dict[str, int] | None
+    stopped_by: str
+    """The class of what has set `should_stop` in this fit; '' as long as nothing has."""
 
     own_attributes: set[str]
     """The names of those that Lightning or this project sets: others are the user's."""

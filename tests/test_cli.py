@@ -317,12 +317,13 @@ def test_the_help_of_a_verb_begins_with_whole_sentences(verb, capsys):
 
 def test_what_was_asked_for_is_shown(quick, tmp_path):
     stop = {"monitor": "val/acc", "patience": 1, "stopping_threshold": 0.0, "mode": "max"}
-    run = quick(
+    words = (
         *("fit", DDP, *TINY, "--trainer.max_epochs=3", "--trainer.profiler=simple", "--trainer.detect_anomaly=true"),
         *("--trainer.logger=CSVLogger", "--trainer.logger.save_dir=csv", "--model.lr_scheduler=null"),
         f"--trainer.callbacks={json.dumps([{'class_path': 'EarlyStopping', 'init_args': stop}])}",
         "--trainer.val_check_interval=0.5",
     )
+    run = quick(*words)
     assert run.code == 0, run.output
     assert "FIT Profiler Report" in run.output
     assert "Error detected" not in run.output
@@ -331,6 +332,10 @@ def test_what_was_asked_for_is_shown(quick, tmp_path):
     assert "lr 0.02, 2 steps an epoch" in run.output
     assert list((tmp_path / "csv").rglob("metrics.csv"))
     assert (run.runs[0] / "config.yaml").exists()
+    again = quick(*words, f"--run={run.runs[0].name}")
+    assert again.code == 0, again.output
+    assert "The run stopped early, by EarlyStopping, after step 1: nothing is left to do" in again.output
+    assert "nothing was left" not in again.output
 
 
 def test_a_metric_that_nobody_logs_costs_nothing_that_was_trained(quick, tmp_path):

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import shutil
 from datetime import timedelta
 from itertools import count
 from weakref import ref
@@ -470,6 +471,72 @@ def test_a_metric_of_a_whole_epoch_of_training_may_be_monitored(tmp_path):
 def test_a_metric_that_nobody_logs_is_named_when_it_could_have_come(tmp_path, name):
     with pytest.raises(UserError, match=rf"EarlyStopping.monitor={name}: there is no such metric"):
         trainer(tmp_path, max_epochs=2, callbacks=[EarlyStopping(name)]).fit(Monitoring())
+
+
+class StopsAfter(Callback):
+    def __init__(self, epochs=2):
+        self.epochs = epochs
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        trainer.should_stop = trainer.should_stop or trainer.current_epoch + 1 == self.epochs
+
+
+class Listless(Scored):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("stopping", "other"),
+    [
+        (lambda: EarlyStopping("val_loss", patience=1), lambda: EarlyStopping("val_loss", patience=3)),
+        (StopsAfter, lambda: StopsAfter(4)),
+    ],
+    ids=["EarlyStopping", "StopsAfter"],
+)
+def test_a_run_that_stopped_early_ends_at_once_when_it_resumes(tmp_path, caplog, request, stopping, other):
+    """Until it is made longer, or what stopped it has other settings."""
+
+    def epochs(callback, copy="", **settings):
+        folder = tmp_path / (copy or "run")
+        if copy:
+            shutil.copytree(tmp_path / "run", folder)
+        caplog.clear()
+        made, module = trainer(folder, **{"max_epochs": 9} | settings, callbacks=[callback]), Listless()
+        made.fit(module, ckpt_path="last")
+        module.cpu()
+        line = f"The run stopped early, by {request.node.callspec.id}, after step {made.global_step}: nothing is left to do"
+        weights.append(module.layer.weight.detach().clone())
+        return made.global_step // 8, caplog.text.count(line)
+
+    weights = []
+    assert epochs(stopping()) == (2, 0)
+    assert epochs(stopping()) == (2, 1)
+    assert torch.equal(*weights)
+    assert epochs(stopping(), "short", min_epochs=4) == (4, 0)
+    assert epochs(stopping(), "long", max_epochs=3) == (3, 0)
+    assert epochs(stopping(), "timed", max_time="01:00:00:00")[0] > 2
+    assert epochs(other(), "other") == (4, 0)
+    made = trainer(tmp_path / "run", max_epochs=9, callbacks=[stopping()])
+    made.fit(Listless())
+    made.fit(Listless(), ckpt_path="last")
+    assert made.global_step == 16
+
+
+def test_a_run_keeps_to_its_decision_to_stop_until_it_may(tmp_path):
+    """It was killed between the decision and `min_epochs`."""
+
+    class Ends(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 3:
+                raise KeyError
+
+    settings = {"max_epochs": 9, "min_epochs": 5}
+    with pytest.raises(KeyError):
+        trainer(tmp_path, callbacks=[StopsAfter(), Ends()], **settings).fit(Listless())
+    made = trainer(tmp_path, callbacks=[StopsAfter()], **settings)
+    made.fit(Listless(), ckpt_path="last")
+    assert made.current_epoch == 5
 
 
 def test_a_validation_that_was_due_when_modelcheckpoint_saved_is_made_up_for(tmp_path):

@@ -128,7 +128,6 @@ def attributes_by_room() -> dict[str, set[str]]:
 
 STRANGERS = {
     ("resume/changes.py", "_get_closed_form_lr"): "torch's schedules have it, or the user's",
-    ("step/loaders.py", "batch_size"): "the user's loader, which may be any iterable",
     ("step/loaders.py", "dataset"): "the same loader",
 }
 """Guesses about objects that are not ours: that a class of ours has an attribute of this name is a coincidence."""

@@ -434,11 +434,12 @@ class ProjectCLI(LightningCLI):
         if not trainer.is_global_zero or trainer.interrupted:
             return
         if self._begun is not None and trainer.global_step == self._begun[1]["position"]["global_step"]:
-            log.info(
-                "The run is finished, after %d steps: nothing was left to do. HINT: a larger trainer.max_epochs (or max_steps, "
-                "or max_time) makes it longer.",
-                trainer.global_step,
-            )
+            if not trainer.should_stop:  # else it is known why
+                log.info(
+                    "The run is finished, after %d steps: nothing was left to do. HINT: a larger trainer.max_epochs (or "
+                    "max_steps, or max_time) makes it longer.",
+                    trainer.global_step,
+                )
         elif not trainer.global_step:
             by_hand = (
                 "" if trainer.lightning_module.automatic_optimization else "self.optimizers().step(), which counts steps; "

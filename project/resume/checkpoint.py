@@ -19,7 +19,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from project.masking import MASK, without_secrets
 from project.parts import changed
 from project.resume.attributes import Attributes, attributes, changed_attributes
 from project.resume.changes import refuse_short_one_cycle, restore_schedules
-from project.runs import weights
+from project.resume.stopping import Settings, decision, stands, stop_settings
 from project.sharded.shards import split
 from project.sharded.strategy import Sharded
 from project.step.data_ranks import data_ranks
@@ -44,7 +44,7 @@ from project.step.evaluation import loaders_of
 from project.step.logged import resume_loggers
 from project.step.loop import Steps
 from project.step.optimizers import states_in
-from project.step.position import Position, check_loop_progress, is_over, position, set_counters
+from project.step.position import Position, check_loop_progress, is_over, out_of_time, position, set_counters
 from project.typed import StateDict, callbacks_of, typed
 from project.untrusted import shortened
 
@@ -75,6 +75,8 @@ class Resuming(_CheckpointConnector):
     """Digests of those that had changed when the checkpoint was saved; none where no run is resumed."""
     chosen: str | Path | None = None
     """The checkpoint that the verb reads, where this rank knows it: rank 0 does."""
+    _stop_settings: Settings = MappingProxyType({})
+    """Of the callbacks that may stop the run, as it was configured."""
     _weights_only: bool | None = None
     """The verb's own argument: Lightning does not report it where a sharded network is restored."""
 
@@ -127,6 +129,8 @@ class Resuming(_CheckpointConnector):
         checkpoint["training_samples"] = loaders.set_sizes
         checkpoint["samples_of_a_micro_batch"] = loaders.micro_batch
         checkpoint["position"] = at.state_dict()
+        if self.trainer.should_stop and not at.validation_due and not out_of_time(self.trainer):
+            checkpoint["stopped_early"] = decision(self.trainer, self._stop_settings)
         if grids := typed(self.trainer).gradients.state_dict():
             checkpoint["exact_grids"] = grids
             set_counters(fit_loop, at, 1)  # as on one rank: the file does not tell how many there were
@@ -176,7 +180,7 @@ class Resuming(_CheckpointConnector):
         """
         saved = checkpoints_of(self.trainer)
         if ckpt_path == "best" and saved and saved is self.trainer.checkpoint_callback and not saved.best_model_path:
-            return str(weights(Path(self.trainer.default_root_dir), "best", saved.monitor, saved.mode))
+            return str(typed(self.trainer).best_checkpoint(saved.monitor, saved.mode))
         is_of_run = ckpt_path == "last" and saved
         # All ranks look, so nothing is set aside.
         newest = newest_good(Path(self.trainer.default_root_dir) / "checkpoints", set_aside=False) if is_of_run else None
@@ -264,6 +268,12 @@ class Resuming(_CheckpointConnector):
             )
         if of_loaders := saved.get("states_of_loaders"):
             saved["loops"]["fit_loop"]["state_dict"]["combined_loader"] = of_loaders
+        self._stop_settings = stop_settings(self.trainer)
+        if (early := saved.get("stopped_early")) and not self.trainer.strategy.broadcast(stands(early, self._stop_settings)):
+            del saved["stopped_early"]
+        for callback in callbacks_of(self.trainer, EarlyStopping):
+            if state := saved.get("callbacks", {}).get(callback.state_key):
+                state["patience"] = callback.patience  # a setting, which Lightning restores as a state
 
     def _restore_position(self, saved: StateDict) -> Position:
         """Sets loops and loaders to the checkpoint's position, also on another number of ranks, and returns it."""
@@ -311,6 +321,14 @@ class Resuming(_CheckpointConnector):
         self._schedules_as_built = [deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs]
         super().restore_training_state()
         refuse_short_one_cycle(trainer)
+        if trainer.state.fn == "fit" and (early := saved.get("stopped_early")):
+            trainer.should_stop, typed(trainer).stopped_by = True, early["by"]
+            if is_over(trainer) and trainer.is_global_zero:
+                log.warning(
+                    "The run stopped early, by %s, after step %d: nothing is left to do. HINT: a larger trainer.max_epochs (or "
+                    "max_steps, or max_time), or another setting of what stopped it, makes it longer.",
+                    *(early["by"], trainer.global_step),
+                )
         then, now = saved.get("threads"), torch.get_num_threads()
         on_cpu, over = trainer.strategy.root_device.type == "cpu", trainer.state.fn != "fit" or is_over(trainer)
         if on_cpu and then not in (None, now) and not over:

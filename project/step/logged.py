@@ -154,7 +154,6 @@ class Results(_ResultCollection):
         """Begins a micro-batch. `weight`: what it counts for in its step."""
         self.weight, self.ends_step = weight, ends_step
         if begins_step:
-            self._keep_values_of_step()
             self._values_of_step.clear()
             if self._state.may_be_skipped:
                 self._before_step = {key: self[key].metric_state for key in self._keys_of_epoch()}
@@ -164,10 +163,6 @@ class Results(_ResultCollection):
         for meta, value in ((metric.meta, metric._forward_cache) for metric in self.values()):
             if meta.fx == "training_step" and meta.on_step and value is not None:
                 self.values_of_last_step[meta.forked_name(True)] = value
-
-    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
-        self._keep_values_of_step()
-        super().reset(metrics, fx)
 
     def _keys_of_epoch(self) -> list[str]:
         """Returns the keys of the values that are summed up over this epoch; torchmetrics count for themselves."""
@@ -242,7 +237,9 @@ class Results(_ResultCollection):
         return known
 
     def reduce_step(self, hook_is_over: bool) -> None:
-        """Does nothing here. `ExactResults` reduces the values of a step over the ranks."""
+        """Keeps the values of a step that has ended. `ExactResults` first reduces them over the ranks."""
+        if self.ends_step and not hook_is_over:
+            self._keep_values_of_step()
 
     def reduce_epoch(self) -> None:
         """Does nothing here. `ExactResults` reduces the values of an epoch over the ranks."""

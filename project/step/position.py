@@ -184,6 +184,9 @@ def planned_steps(trainer: Trainer) -> int | None:
 
 
 def is_over(trainer: Trainer) -> bool:
-    """Returns whether a fit has taken all its steps or epochs, before it begins: no loader is needed, nor any advice."""
+    """Returns whether a fit has taken all its steps or epochs, or is to stop early, before it begins: no loader is needed, nor
+    any advice.
+    """
     steps, epochs = trainer.max_steps, trainer.max_epochs
-    return 0 < steps <= trainer.global_step or 0 < (epochs or 0) <= trainer.current_epoch
+    over = 0 < steps <= trainer.global_step or 0 < (epochs or 0) <= trainer.current_epoch
+    return over or (trainer.should_stop and trainer.fit_loop.done)
