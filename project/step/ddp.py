@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -117,7 +118,8 @@ class OrderedDDP(DistributedDataParallel):
     def wrapped_again(self, module: nn.Module) -> "OrderedDDP":
         """Returns a new wrapper of the module, for the parameters that learn now. This one is of no use any more."""
         del self.reducer, self.logger  # what they have hooked to the parameters goes with them
-        new = OrderedDDP(module, self._for_graphs, **self._settings)
+        # The ranks' weights are equal; to copy rank 0's again would count as a change of what a forward pass has read.
+        new = OrderedDDP(module, self._for_graphs, **{**self._settings, "init_sync": False})
         for state, hook in self._hooks:
             new.register_comm_hook(state, hook)
         return new
@@ -136,6 +138,7 @@ def use_ordered_ddp(strategy: DDPStrategy, for_graphs: bool = False) -> None:
     else:
         strategy._setup_model = partial(_ordered_ddp, strategy, for_graphs)  # type: ignore[method-assign]
         strategy.on_train_batch_start = partial(_wrap_again_before_step, strategy)  # type: ignore[method-assign]
+        strategy.pre_backward = partial(_wrap_again_before_backward, strategy, strategy.pre_backward)  # type: ignore[method-assign]
 
 
 def _wrap_in_nothing() -> None:
@@ -192,6 +195,25 @@ def _wrap_again_before_step(strategy: DDPStrategy, batch: object, batch_idx: int
         and strategy.model.outdated
     ):
         wrap_again_if_outdated(strategy, module)
+
+
+def _wrap_again_before_backward(strategy: DDPStrategy, before: Callable[[Tensor], None], loss: Tensor) -> None:
+    """Wraps the module again if its forward pass has frozen or unfrozen layers: the wrapper of before would wait for gradients
+    that never come, and sum none. One that looks for unused parameters, or has a static graph, knows them by that.
+    """
+    module, model = strategy.lightning_module, strategy.model
+    if (
+        isinstance(model, OrderedDDP)
+        and module is not None
+        and module.automatic_optimization
+        and model.require_backward_grad_sync
+        and not (model.find_unused_parameters or model.static_graph)
+        and model.outdated
+    ):
+        wrap_again_if_outdated(strategy, module)
+        assert isinstance(strategy.model, OrderedDDP)
+        prepare_for_backward(strategy.model, loss)
+    before(loss)
 
 
 def wrap_again_if_outdated(strategy: DDPStrategy, module: nn.Module) -> None:

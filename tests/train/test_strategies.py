@@ -37,6 +37,14 @@ class Thawing(Regression):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9, fused=True)
 
 
+class Freezing(Regression):
+    """Freezes a layer in its forward pass in the first epoch, as lightly's SwaVPrototypes do."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        self.network[0].requires_grad_(self.current_epoch > 0)
+        return super().training_step(batch, batch_idx)
+
+
 class Searching(Regression):
     """LBFGS, whose line search ends where the loss says so."""
 
@@ -178,6 +186,17 @@ def test_shards_of_a_cpu_are_rounded_as_the_whole_or_refused(made: Any, dtype: t
 def test_a_layer_that_learns_later_has_a_momentum(quick: Cli) -> None:
     run = quick(*OWN, "--model=tests.train.test_strategies.Thawing")
     assert run.code == 0, run.output
+
+
+def test_a_layer_that_a_forward_pass_freezes_and_thaws(tmp_path: Path) -> None:
+    """Ranks wait for no gradient that never comes, and sum those of a layer that learns again."""
+    losses = []
+    for ranks in (1, 2):
+        (folder := tmp_path / str(ranks)).mkdir()
+        run = forked(folder, *OWN, "--model=tests.train.test_strategies.Freezing", ranks=ranks)
+        assert run.code == 0, run.output
+        losses.append(dict(curves(folder)["loss_step"]))
+    assert losses[0] == pytest.approx(losses[1])
 
 
 def test_an_epoch_with_a_shorter_last_step_is_validated_after_it(quick: Cli, tmp_path: Path) -> None:
