@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.pytorch.overrides.distributed import prepare_for_backward
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -138,7 +138,6 @@ def use_ordered_ddp(strategy: DDPStrategy, for_graphs: bool = False) -> None:
     else:
         strategy._setup_model = partial(_ordered_ddp, strategy, for_graphs)  # type: ignore[method-assign]
         strategy.on_train_batch_start = partial(_wrap_again_before_step, strategy)  # type: ignore[method-assign]
-        strategy.pre_backward = partial(_wrap_again_before_backward, strategy, strategy.pre_backward)  # type: ignore[method-assign]
 
 
 def _wrap_in_nothing() -> None:
@@ -197,13 +196,14 @@ def _wrap_again_before_step(strategy: DDPStrategy, batch: object, batch_idx: int
         wrap_again_if_outdated(strategy, module)
 
 
-def _wrap_again_before_backward(strategy: DDPStrategy, before: Callable[[Tensor], None], loss: Tensor) -> None:
+def wrap_again_before_backward(strategy: Strategy, loss: Tensor) -> None:
     """Wraps the module again if its forward pass has frozen or unfrozen layers: the wrapper of before would wait for gradients
     that never come, and sum none. One that looks for unused parameters, or has a static graph, knows them by that.
     """
     module, model = strategy.lightning_module, strategy.model
     if (
-        isinstance(model, OrderedDDP)
+        isinstance(strategy, DDPStrategy)
+        and isinstance(model, OrderedDDP)
         and module is not None
         and module.automatic_optimization
         and model.require_backward_grad_sync
@@ -213,7 +213,6 @@ def _wrap_again_before_backward(strategy: DDPStrategy, before: Callable[[Tensor]
         wrap_again_if_outdated(strategy, module)
         assert isinstance(strategy.model, OrderedDDP)
         prepare_for_backward(strategy.model, loss)
-    before(loss)
 
 
 def wrap_again_if_outdated(strategy: DDPStrategy, module: nn.Module) -> None:

@@ -24,6 +24,7 @@ from project.errors import as_user_error
 from project.step.capture import choose_runner
 from project.step.chance import run_seed
 from project.step.data_ranks import data_ranks
+from project.step.ddp import wrap_again_before_backward
 from project.step.epoch_loop import EpochLoop
 from project.step.evaluation import loaders_of
 from project.step.fast_path import why_not_fast_path
@@ -272,6 +273,7 @@ class Steps(EpochLoop):
         outputs["loss"] = loss.detach()
         if weight != 1.0:
             loss = loss * weight
+        wrap_again_before_backward(self._strategy, loss)
         self._strategy.pre_backward(loss)
         if self._scaler is not None:
             loss = self._scaler.scale(loss)

@@ -11,6 +11,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
+from project.step.ddp import wrap_again_before_backward
 from project.step.gradients import clip_by_value
 from project.step.micro_batch import MicroBatch
 from project.step.optimizers import all_evaluate_once, refuse_accumulation_of_lbfgs
@@ -109,6 +110,7 @@ def _weighted_backward(trainer: Trainer, backward: Callable[..., T], loss: Tenso
     """
     state = step_state(trainer)
     weight, state.loss = state.micro_batch.weight, loss.detach()
+    wrap_again_before_backward(trainer.strategy, loss)
     return backward(loss if weight == 1.0 else loss * weight, *args, **kwargs)
 
 
