@@ -200,7 +200,6 @@ class Trainer(TypedTrainer):
         self._wanted_val_interval = None if by_time else self.val_check_interval
         self._signal_connector = SIGNALS  # type: ignore[assignment]
         self._checkpoint_connector = self.resuming = Resuming(self)
-        self.resuming.weights_of = weights
         self._moments = Moments(self, exact)
         self.step_state = StepState()
         self._logger_connector = self.logged = ExactLogged(self) if exact else Logged(self)
