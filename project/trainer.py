@@ -10,7 +10,6 @@ one, lightning_logs/run-DATE-TIME.
 """
 
 import logging
-import sys
 from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
@@ -44,6 +43,7 @@ from project.exact.metrics import ExactLogged
 from project.exact.step import ExactStep
 from project.launch.launcher import detect
 from project.resume.checkpoint import Resuming
+from project.resume.stopping import NotesWhoStops
 from project.runs import folder_of_trainer, weights
 from project.sharded.gradients import ShardedGradients
 from project.sharded.strategy import Sharded
@@ -79,7 +79,7 @@ log = logging.getLogger(__name__)
 logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "Tip:" not in record.getMessage())
 
 
-class Trainer(TypedTrainer):
+class Trainer(NotesWhoStops, TypedTrainer):
     """Lightning's Trainer, with nodes and processes from the launcher, checkpoints of the best and the last state, TensorBoard,
     progress, and signals that stop all ranks at the same step.
 
@@ -244,20 +244,6 @@ class Trainer(TypedTrainer):
     world_size, global_rank, num_training_batches = map(
         checks.guarded_property, ("world_size", "global_rank", "num_training_batches")
     )
-
-    _should_stop = False
-
-    @property
-    def should_stop(self) -> bool:
-        """Returns whether the run is to stop early; who sets it is noted, in `stopped_by`."""
-        return self._should_stop
-
-    @should_stop.setter
-    def should_stop(self, value: bool) -> None:
-        by = sys._getframe(1).f_locals.get("self")
-        if value and not self._should_stop and not type(by).__module__.startswith("project."):
-            self.stopped_by = "trainer.should_stop" if by is None else type(by).__name__
-        self._should_stop = value
 
     @property
     def skipped(self) -> bool | Tensor:

@@ -29,6 +29,7 @@ States: TypeAlias = tuple[torch.Tensor, object, object]
 
 _END = object()
 _PROCESSES = 1 << 45  # no micro-batch has this number
+_OF_SEEDED = ("dataset", "collate_fn", "_checks", "_attributes", "_generators")  # attributes of a SeededDataset itself
 
 
 class LoaderSettings(TypedDict):
@@ -180,9 +181,7 @@ class SeededDataset(Dataset[object]):
         return size_of(self.dataset)
 
     def __getattr__(self, name: str) -> object:
-        if name in ("dataset", "collate_fn", "_checks", "_attributes", "_generators") or name.startswith(
-            "__"
-        ):  # not there yet, while it is unpickled
+        if name in _OF_SEEDED or name.startswith("__"):  # not there yet, while it is unpickled
             raise AttributeError(name)
         return getattr(self.dataset, name)
 

@@ -3,6 +3,7 @@ changed since.
 """
 
 import inspect
+import sys
 from collections.abc import Mapping
 from types import FunctionType
 
@@ -12,6 +13,25 @@ from project.typed import StateDict, typed
 
 Settings = Mapping[str, str]
 """The settings of the callbacks, by their classes; and, as 'Trainer', the length of the run."""
+
+
+class NotesWhoStops:
+    """A Trainer that notes which class has set `should_stop`."""
+
+    stopped_by: str
+    _should_stop = False
+
+    @property
+    def should_stop(self) -> bool:
+        """Returns whether the run is to stop early; who sets it is noted, in `stopped_by`."""
+        return self._should_stop
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        by = sys._getframe(1).f_locals.get("self")
+        if value and not self._should_stop and not type(by).__module__.startswith("project."):
+            self.stopped_by = "trainer.should_stop" if by is None else type(by).__name__
+        self._should_stop = value
 
 
 def stop_settings(trainer: Trainer) -> Settings:
