@@ -51,6 +51,7 @@ from project.model import ImageClassifier
 from project.resume.changes import ChangedSettings
 from project.runs import Run, open_beside, open_run, run_of, saved_config, weights
 from project.sharded.meta_build import build_once
+from project.step.evaluation import loaders_of
 from project.step.logged import resume_loggers
 from project.step.state import step_state
 from project.step.supported_strategies import refuse_ranks_in_process
@@ -582,7 +583,12 @@ def _at(trainer: Trainer) -> str:
         return text
     text += ", of samples" if state.failed_evaluation else "; this rank's last training micro-batch was of samples"
     more = f" and {len(samples) - _SAMPLES} more" * (len(samples) > _SAMPLES)
-    return f"{text} {', '.join(map(str, samples[:_SAMPLES]))}{more}"
+    text = f"{text} {', '.join(map(str, samples[:_SAMPLES]))}{more}"
+    usual_size = loaders_of(trainer).micro_batch or 1
+    if not state.failed_evaluation and 1 < usual_size != len(samples):
+        why = "the last step of an epoch takes what is left, and drop_last=True leaves that out"
+        text += f" ({len(samples)}, not {usual_size}: {why})"
+    return text
 
 
 def _folder(trainer: Trainer) -> Path | None:

@@ -195,3 +195,19 @@ def test_an_error_without_a_frame_of_the_users_keeps_them_all() -> None:
         LightningModule.load_from_checkpoint(None)  # type: ignore[arg-type]
     folded = Folded(raised.value.with_traceback(raised.value.__traceback__ and raised.value.__traceback__.tb_next))
     assert (folded.text, folded.where) == (folded.whole, "")
+
+
+class EvenBatches(Named):
+    """Takes an even number of samples, as mixing pairs of images does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert len(batch[0]) % 2 == 0, "an even number, please"
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_micro_batch_of_another_size_says_why(tmp_path: Path) -> None:
+    trainer = Trainer(default_root_dir=tmp_path, max_steps=4, accelerator="cpu", logger=False, global_batch_size=4)
+    with pytest.raises(AssertionError):
+        trainer.fit(EvenBatches(), DataLoader(TensorDataset(torch.zeros(9, 4)), batch_size=4))
+    where = "after step 2; this rank's last training micro-batch was of samples 8 (1, not 4: the last step"
+    assert _at(trainer).startswith(where)
