@@ -28,8 +28,8 @@ from project.checkpoints.reading import (
     memory_folder,
     newest_good,
     newest_in_memory,
-    put_aside,
     read_manifest,
+    set_aside_later,
     step_of,
     whole_manifest,
 )
@@ -191,10 +191,8 @@ class Run:
             ):  # another run's: how that one began is its own matter
                 config = {**config, "ckpt_path": None}
             self._compare(checkpoint[1], config, words)
-            later = [path for path in checkpoints_in(checkpoints) if path.name > checkpoint[0].name] if resume != "auto" else []
-            for path in later:  # or the next 'auto' would resume from there
-                log.info("%s is of a later step and is set aside.", path)
-                put_aside(path, ".later")
+            if resume != "auto":
+                set_aside_later(step_of(checkpoint[0]), checkpoints)
         return checkpoint
 
     def _resume_again(self, resume: str) -> str:

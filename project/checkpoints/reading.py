@@ -120,6 +120,14 @@ def put_aside(path: Path, suffix: str) -> None:
             file.replace(aside)
 
 
+def set_aside_later(step: int, folder: Path) -> None:
+    """Renames the checkpoints of later steps than that from which a run is to resume: its next start would take the newest."""
+    for path in checkpoints_in(folder):
+        if step_of(path) > step:
+            log.info("%s is of a later step and is set aside.", path)
+            put_aside(path, ".later")
+
+
 def set_aside_as_bad(path: Path, error: Exception) -> None:
     """Reports a damaged checkpoint, and renames it so that it is not found again."""
     outcome = f"is set aside as {path.name}.bad"

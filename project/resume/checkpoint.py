@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 
 from project.checkpoints.callback import checkpoints_of
 from project.checkpoints.exchange import bring_parts, has_all_parts
-from project.checkpoints.reading import SafeCheckpointIO, memory_folder, newest_good, whole_manifest
+from project.checkpoints.reading import SafeCheckpointIO, memory_folder, newest_good, set_aside_later, whole_manifest
 from project.cluster import shared_folder
 from project.errors import FaultError, UserError
 from project.masking import MASK, without_secrets
@@ -77,6 +77,7 @@ class Resuming(_CheckpointConnector):
     """The checkpoint that the verb reads, where this rank knows it: rank 0 does."""
     _stop_settings: Settings = MappingProxyType({})
     """Of the callbacks that may stop the run, as it was configured."""
+    _takes_newest = False
     _weights_only: bool | None = None
     """The verb's own argument: Lightning does not report it where a sharded network is restored."""
 
@@ -184,6 +185,7 @@ class Resuming(_CheckpointConnector):
         is_of_run = ckpt_path == "last" and saved
         # All ranks look, so nothing is set aside.
         newest = newest_good(Path(self.trainer.default_root_dir) / "checkpoints", set_aside=False) if is_of_run else None
+        self._takes_newest = newest is not None
         if newest is not None:
             return str(newest[0])
         if is_of_run and state_fn == TrainerFn.FITTING and not callbacks_of(self.trainer, ModelCheckpoint):
@@ -254,6 +256,8 @@ class Resuming(_CheckpointConnector):
         if self.trainer.state.fn == "fit" and "position" in saved:
             at = self._restore_position(saved)
             if self.trainer.is_global_zero and self.chosen and chosen == str(self.chosen):  # and not a search's own
+                if not (self._takes_newest or typed(self.trainer).configuration):  # the command line has done that
+                    set_aside_later(at.global_step, Path(self.trainer.default_root_dir, "checkpoints"))
                 first, logged = min(at.global_step, at.logged_steps), manifest.get("logged")
                 if logged is None:  # another callback's checkpoint does not keep those of its step
                     first += 1 + at.validation_due

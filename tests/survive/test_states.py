@@ -1340,3 +1340,14 @@ def test_callbacks_see_the_last_whole_step_within_a_step(tmp_path: Path, exact: 
     fit(tmp_path / "part", Shared(), points(), steps=3, callbacks=[Watching()], **settings)
     fit(tmp_path / "part", Shared(), points(), steps=5, resume=True, callbacks=[resumed := Watching()], **settings)
     assert resumed.seen == whole.seen[9:]
+
+
+def test_what_is_of_a_later_step_than_a_run_goes_back_to_is_set_aside(tmp_path: Path) -> None:
+    """From Python as from the command line: the next start would resume from what was given up."""
+    fit(tmp_path, Regression(), points(), steps=6, callbacks=[every(2)])
+    trainer = Trainer(default_root_dir=tmp_path, max_steps=3, max_epochs=-1, accelerator="cpu", logger=False)
+    trainer.fit(Regression(), points(), ckpt_path=str(tmp_path / "checkpoints/step-000000002.ckpt"))
+    assert {path.name for path in tmp_path.glob("checkpoints/*.later")} >= {
+        f"step-00000000{step}.ckpt.later" for step in (4, 6)
+    }
+    assert fit(tmp_path, Regression(), points(), steps=3, resume=True).global_step == 3
