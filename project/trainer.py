@@ -194,7 +194,6 @@ class Trainer(NotesWhoStops, TypedTrainer):
         if on_cpu(accelerator):
             keep_freed_memory(large=not (isinstance(self.strategy, Sharded) and self.world_size > 1))
         self._join_timeout, self.shared_folder, self.max_time = join_timeout, shared_folder, kwargs.get("max_time")
-        self.best_checkpoint = lambda monitor, mode: weights(Path(self.default_root_dir), "best", monitor, mode)
         self.host_of, self.host_names, self.configuration, self.global_batch = launch.host_of, [host()], {}, None
         by_time = self._val_check_time_interval is not None  # type: ignore[attr-defined]
         self._wanted_val_interval = None if by_time else self.val_check_interval
@@ -244,6 +243,9 @@ class Trainer(NotesWhoStops, TypedTrainer):
     world_size, global_rank, num_training_batches = map(
         checks.guarded_property, ("world_size", "global_rank", "num_training_batches")
     )
+
+    def best_checkpoint(self, monitor: str | None, mode: str) -> Path:
+        return weights(Path(self.default_root_dir), "best", monitor, mode)
 
     @property
     def skipped(self) -> bool | Tensor:

@@ -55,8 +55,6 @@ class TypedTrainer(pl.Trainer):
     """The host of each rank, once the ranks of several hosts have met; before, this one."""
     host_of: Callable[[int], str | None]
     """Returns the host on which the launcher, where it knows, has put a rank."""
-    best_checkpoint: Callable[[str | None, str], Path]
-    """Returns the best checkpoint in the run's folder by a metric: `min` or `max`."""
     shared_folder: bool
     max_time: str | timedelta | dict[str, int] | None
     stopped_by: str
@@ -70,6 +68,10 @@ class TypedTrainer(pl.Trainer):
     gradients: "Gradients"
     logged: "Logged"
     resuming: "Resuming"
+
+    def best_checkpoint(self, monitor: str | None, mode: str) -> Path:
+        """Returns the best checkpoint in the run's folder by a metric: its `min` or `max`."""
+        raise NotImplementedError
 
 
 def typed(trainer: pl.Trainer) -> TypedTrainer:

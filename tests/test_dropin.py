@@ -481,20 +481,28 @@ class StopsAfter(Callback):
         trainer.should_stop = trainer.should_stop or trainer.current_epoch + 1 == self.epochs
 
 
+class OfLists(EarlyStopping):
+    """Has an argument that is no number."""
+
+    def __init__(self, limits):
+        super().__init__("val_loss", patience=limits[0])
+        self.limits = limits
+
+
 class Listless(Scored):
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", 1.0)
 
 
 @pytest.mark.parametrize(
-    ("stopping", "other"),
+    ("stopping", "other", "epochs_then"),
     [
-        (lambda: EarlyStopping("val_loss", patience=1), lambda: EarlyStopping("val_loss", patience=3)),
-        (StopsAfter, lambda: StopsAfter(4)),
+        (lambda: EarlyStopping("val_loss", patience=1), lambda: EarlyStopping("val_loss", patience=3), 4),
+        (lambda: OfLists([1]), lambda: OfLists([3]), 3),  # its patience may be a state
     ],
-    ids=["EarlyStopping", "StopsAfter"],
+    ids=["EarlyStopping", "OfLists"],
 )
-def test_a_run_that_stopped_early_ends_at_once_when_it_resumes(tmp_path, caplog, request, stopping, other):
+def test_a_run_that_stopped_early_ends_at_once_when_it_resumes(tmp_path, caplog, request, stopping, other, epochs_then):
     """Until it is made longer, or what stopped it has other settings."""
 
     def epochs(callback, copy="", **settings):
@@ -516,11 +524,19 @@ def test_a_run_that_stopped_early_ends_at_once_when_it_resumes(tmp_path, caplog,
     assert epochs(stopping(), "short", min_epochs=4) == (4, 0)
     assert epochs(stopping(), "long", max_epochs=3) == (3, 0)
     assert epochs(stopping(), "timed", max_time="01:00:00:00")[0] > 2
-    assert epochs(other(), "other") == (4, 0)
+    assert epochs(other(), "other") == (epochs_then, 0)
     made = trainer(tmp_path / "run", max_epochs=9, callbacks=[stopping()])
     made.fit(Listless())
     made.fit(Listless(), ckpt_path="last")
     assert made.global_step == 16
+
+
+def test_a_run_that_a_users_own_code_stopped_trains_on(tmp_path):
+    """Its reason may have been a clock."""
+    for epochs in (2, 9):
+        made = trainer(tmp_path, max_epochs=9, callbacks=[StopsAfter()])
+        made.fit(Listless(), ckpt_path="last")
+        assert made.current_epoch == epochs
 
 
 def test_a_run_keeps_to_its_decision_to_stop_until_it_may(tmp_path):
@@ -533,8 +549,8 @@ def test_a_run_keeps_to_its_decision_to_stop_until_it_may(tmp_path):
 
     settings = {"max_epochs": 9, "min_epochs": 5}
     with pytest.raises(KeyError):
-        trainer(tmp_path, callbacks=[StopsAfter(), Ends()], **settings).fit(Listless())
-    made = trainer(tmp_path, callbacks=[StopsAfter()], **settings)
+        trainer(tmp_path, callbacks=[EarlyStopping("val_loss", patience=1), Ends()], **settings).fit(Listless())
+    made = trainer(tmp_path, callbacks=[EarlyStopping("val_loss", patience=1)], **settings)
     made.fit(Listless(), ckpt_path="last")
     assert made.current_epoch == 5
 

@@ -7,20 +7,27 @@ No code of the user runs: attributes are read as they lie in an object, and name
 import random
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import cast
 
 import numpy as np
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
+from torch.utils.data import get_worker_info
 
-from project.data.values import CACHED, GENERATORS, Digests, attributes_of, ends_of, is_of_a_library, is_own_file
+from project.data.values import CACHED, GENERATORS, Digests, attributes_of, is_of_a_library, is_own_file
 
 _MOST = 20_000  # objects that are looked at: a tenth of a second
 _SHARED = (*(cast(BuiltinFunctionType, draw).__self__ for draw in (np.random.rand, random.random)), torch.default_generator)
 """The generators that all have, which are seeded for each micro-batch."""
+_ITEMS = 128  # of a list or a dict, that are looked at
+_WHOLE_RUN = (Trainer, Strategy, Logger)
 _NOTHING_INSIDE = (str, bytes, int, float, complex, bool, type(None), Tensor, np.ndarray, nn.Parameter, random.SystemRandom)
 
 
@@ -33,7 +40,10 @@ class Generators:
     """
 
     def __init__(self, holders: Iterable[tuple[str, object]], apart: Iterable[object] = ()) -> None:
-        self._held = dict(_generators(holders, apart))
+        self._held: dict[str, object] = {}
+        for name, generator in _generators(holders, apart):
+            same = sum(of.partition(" ")[0] == name for of in self._held)
+            self._held[f"{name} {same + 1}" if same else name] = generator
         self._before = self._digests()
 
     def moved(self) -> dict[str, bytes]:
@@ -48,27 +58,35 @@ class Generators:
 def _generators(holders: Iterable[tuple[str, object]], apart: Iterable[object]) -> Iterator[tuple[str, object]]:
     """Yields the generators that objects hold, with their names; the nearest objects are looked at first."""
     queue = deque(holders)
-    seen = {id(thing): thing for thing in (*apart, *_SHARED)}
+    seen = {id(thing): thing for thing in (*apart, *_SHARED, *torch.cuda.default_generators)}
     while queue and len(seen) < _MOST:
         name, value = queue.popleft()
-        if id(value) in seen or isinstance(value, _NOTHING_INSIDE):
+        if id(value) in seen or issubclass(type(value), _NOTHING_INSIDE):
             continue
         seen[id(value)] = value  # which keeps it: another one could have its id
-        if isinstance(value, GENERATORS):
-            yield name, value
-        else:
-            queue.extend((f"{name}.{part}" if part else name, item) for part, item in _inside(value))
+        if issubclass(type(value), GENERATORS):
+            # A loader's process can't ask a device.
+            if not isinstance(value, torch.Generator) or value.device.type == "cpu" or get_worker_info() is None:
+                yield name, value
+            continue
+        try:
+            queue.extend([(f"{name}.{part}" if part else name, item) for part, item in _inside(value)])
+        except Exception:  # of an object that pretends to be another one, or imports what it stands for
+            continue
 
 
 def _inside(value: object) -> Iterator[tuple[str, object]]:
     """Yields what an object holds, with the names of its parts; with none, what is the object itself in another way."""
-    if isinstance(value, dict):
-        yield from ((str(key), item) for key, item in ends_of(value.items()))
-    elif isinstance(value, (list, tuple, deque)):
-        yield from ((str(number), item) for number, item in enumerate(ends_of(value)))
-    elif isinstance(value, (set, frozenset)):
-        yield from (("item", item) for item in ends_of([*value]))
-    elif isinstance(value, FunctionType):
+    kind = type(value)
+    if container := next((base for base in (dict, list, tuple, deque, set, frozenset) if issubclass(kind, base)), None):
+        each = cast(Callable[[object], Iterable[object]], container.__iter__)(value)  # and not a subclass's own
+        items: Iterable[tuple[object, object]] = (
+            dict.items(cast(dict[object, object], value)) if container is dict else enumerate(each)
+        )
+        yield from ((str(key), item) for key, item in islice(items, _ITEMS))
+    if container and is_of_a_library(kind):
+        return
+    if isinstance(value, FunctionType):
         yield from _inside_function(value)
     elif isinstance(value, MethodType):
         yield from (("", value.__self__), (value.__name__, value.__func__))
@@ -82,7 +100,7 @@ def _inside(value: object) -> Iterator[tuple[str, object]]:
         if not is_of_a_library(value) and is_own_file(value.__module__):
             yield from vars(value).items()
             yield from (("", base) for base in value.__bases__)
-    elif not isinstance(value, ModuleType):
+    elif not isinstance(value, (ModuleType, *_WHOLE_RUN)):
         yield from (attributes_of(value) or {}).items()
         yield "", type(value)
 
@@ -106,7 +124,7 @@ def _inside_function(function: FunctionType) -> Iterator[tuple[str, object]]:
         value = function.__globals__[name]
         parts: Mapping[str, object] = {name: value}
         if isinstance(value, ModuleType):
-            is_users = own and value.__name__ in sys.modules and is_own_file(value.__name__)
+            is_users = own and type(value) is ModuleType and value.__name__ in sys.modules and is_own_file(value.__name__)
             parts = {f"{name}.{part}": vars(value)[part] for part in names & vars(value).keys()} if is_users else {}
         yield from ((part, item) for part, item in parts.items() if own or not isinstance(item, (FunctionType, type)))
 

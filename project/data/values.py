@@ -201,7 +201,7 @@ class Digests:
 def attributes_of(value: object) -> dict[str, object] | None:
     """Returns an object's attributes, also those that have slots; None where it has none of its own."""
     slots = {
-        name
+        f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
         for kind in type(value).__mro__
         if isinstance(names := vars(kind).get("__slots__"), (tuple, list))
         for name in names

@@ -1,5 +1,6 @@
 """Checks a host before it joins a run again: python -m project.doctor.joining RANKS [WORDS] prints what makes it unfit, and
-exits with 69, or else runs Python with these words. Slurm requeues the job without an unfit host, if there are others.
+exits with 69, or else runs Python with these words. `requeue` in place of RANKS: in a step of a Slurm job, which goes back into
+the queue without an unfit node, if there are others.
 
 It takes seconds, needs no other host and looks at what breaks a host: its memory and its devices, by a product whose result is
 known; the working directory's disk and /dev/shm, by a file; its GPUs, by their number and the errors that NVIDIA's library
@@ -93,14 +94,16 @@ def reasons(folder: Path) -> list[str]:
 
 def main() -> int:
     """Prints what makes this host unfit, and returns the exit code; runs what was to follow, if it is fit."""
-    ranks, gpus = int(sys.argv[1]), torch.cuda.device_count()
-    unfit = [f"{ranks} ranks, and {gpus} GPU(s)"] if 0 < gpus < ranks else reasons(Path.cwd())
+    requeues, gpus = sys.argv[1] == "requeue", torch.cuda.device_count()
+    ranks = 0 if requeues else int(sys.argv[1])  # a step of one task for each node need not see all of its GPUs
+    folder = Path("/dev/shm") if requeues else Path.cwd()  # which all nodes of a job share
+    unfit = [f"{ranks} ranks, and {gpus} GPU(s)"] if 0 < gpus < ranks else reasons(folder)
     if unfit:
         print(f"{host()} is unfit, and does not join the run: {'; '.join(unfit)}.", flush=True)
-        if REQUEUE.exclude([node := os.environ.get("SLURMD_NODENAME", "")]):
+        if requeues and REQUEUE.exclude([node := os.environ.get("SLURMD_NODENAME", "")]):
             print(f"The job goes back into the queue: Slurm starts it without {node}.", flush=True)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which Slurm ends this, before the node is excluded
-            REQUEUE.requeue()
+            REQUEUE.requeue_elsewhere()
         return LEFT_OUT
     if sys.argv[2:]:
         os.execv(sys.executable, [sys.executable, *sys.argv[2:]])

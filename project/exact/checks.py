@@ -162,14 +162,14 @@ class MovedWeights:
     def moved_buffers(self) -> dict[str, torch.Tensor]:
         """Returns the buffers that have moved, by name. Batch norm's are brought together."""
         buffers, known = self._module.named_buffers(), self._buffers
-        return {name: buffer for name, buffer in buffers if name in known and not _is_equal(buffer, known[name])}
+        return {name: buffer for name, buffer in buffers if name in known and not is_equal(buffer, known[name])}
 
     def moved_parameters(self) -> dict[str, torch.Tensor]:
         """Returns the parameters that have moved, by name."""
         moved, now, keep = dict[str, torch.Tensor](), dict(self._module.named_parameters()), self._keep or torch.clone
         for name, parameter, before in self._parameters:
             current = now.get(name, parameter) if local(parameter) is parameter else parameter  # it may be made anew
-            if not _is_equal(keep(local(current.detach())), before):
+            if not is_equal(keep(local(current.detach())), before):
                 moved[name] = current
         return moved
 
@@ -190,7 +190,7 @@ class MovedWeights:
             )
 
 
-def _is_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+def is_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     if tensor.shape != other.shape:
         return False
     return torch.equal(tensor, other) or bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, Optimizer
 
 from project.errors import UserError
-from project.exact.checks import MovedWeights, explain_missing_gradients
+from project.exact.checks import MovedWeights, explain_missing_gradients, is_equal
 from project.exact.gradients import ExactGradients
 from project.exact.logged import ExactResults
 from project.sharded.local_step import clip, on_shards
@@ -155,7 +155,7 @@ class ExactStep(Gradients):
 
         def closure() -> Tensor:
             calls.append(None)
-            moved = any(not torch.equal(weight, parameter) for weight, parameter in zip(weights, parameters, strict=False))
+            moved = any(not is_equal(weight, parameter) for weight, parameter in zip(weights, parameters, strict=False))
             if len(calls) > 1 or moved or any(at.grad is not grad for at, grad in zip(parameters, gradients, strict=True)):
                 raise UserError(
                     f"trainer.exact can't be kept: {type(optimizer).__name__} asks for the loss again, at other weights. HINT: "

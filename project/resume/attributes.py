@@ -106,15 +106,16 @@ def unsaved_attributes(trainer: Trainer, before: Attributes, drawn: Mapping[str,
 
     def is_saved(name: str, digest: bytes) -> bool:
         holds = known.get(re.split("[ .]", name)[0], saved)
-        state = _own_state(kept.get(name))
-        return holds is None or digest in holds or (state is not None and digests.of(state) in holds)
+        return holds is None or digest in holds or bool((state := _own_state(kept.get(name))) and digests.of(state) in holds)
 
     return [name for name, digest in changed.items() if not is_saved(name, digest)]
 
 
 def _own_state(value: object) -> object:
-    """Returns what an object (an average of the weights, say) saves by itself, which a user puts in a checkpoint; else None."""
-    method = getattr_static(type(value), "state_dict", None)
+    """Returns what an object (an average of the weights, say) saves by itself, which a user puts in a checkpoint; else None. A
+    module's own digest has all of it, and a loader's state may begin an epoch.
+    """
+    method = None if isinstance(value, (nn.Module, Iterable)) else getattr_static(type(value), "state_dict", None)
     try:
         return method(value) if callable(method) else None
     except Exception:  # the object's, which the user does not call, then

@@ -8,6 +8,7 @@ refused.
 import hashlib
 import io
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -30,6 +31,7 @@ from project.checkpoints.callback import checkpoints_of
 from project.checkpoints.exchange import bring_parts, has_all_parts
 from project.checkpoints.reading import SafeCheckpointIO, memory_folder, newest_good, set_aside_later, whole_manifest
 from project.cluster import shared_folder
+from project.cluster.place import process_started
 from project.errors import FaultError, UserError
 from project.masking import MASK, without_secrets
 from project.parts import changed
@@ -130,7 +132,8 @@ class Resuming(_CheckpointConnector):
         checkpoint["training_samples"] = loaders.set_sizes
         checkpoint["samples_of_a_micro_batch"] = loaders.micro_batch
         checkpoint["position"] = at.state_dict()
-        if self.trainer.should_stop and not at.validation_due and not out_of_time(self.trainer):
+        stopped_early = self.trainer.should_stop and typed(self.trainer).stopped_by
+        if stopped_early and not at.validation_due and not out_of_time(self.trainer):
             checkpoint["stopped_early"] = decision(self.trainer, self._stop_settings)
         if grids := typed(self.trainer).gradients.state_dict():
             checkpoint["exact_grids"] = grids
@@ -181,7 +184,9 @@ class Resuming(_CheckpointConnector):
         """
         saved = checkpoints_of(self.trainer)
         if ckpt_path == "best" and saved and saved is self.trainer.checkpoint_callback and not saved.best_model_path:
-            return str(typed(self.trainer).best_checkpoint(saved.monitor, saved.mode))
+            # Rank 0 tells the others, whose hosts may not have the folder.
+            is_first = self.trainer.is_global_zero
+            return str(typed(self.trainer).best_checkpoint(saved.monitor, saved.mode)) if is_first else None
         is_of_run = ckpt_path == "last" and saved
         # All ranks look, so nothing is set aside.
         newest = newest_good(Path(self.trainer.default_root_dir) / "checkpoints", set_aside=False) if is_of_run else None
@@ -194,7 +199,10 @@ class Resuming(_CheckpointConnector):
         else:
             path = super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
         if path is None and ckpt_path == "last" and state_fn == TrainerFn.FITTING and self.trainer.is_global_zero:
-            resume_loggers(self.trainer.loggers, 0)  # the run may have been ended before its first checkpoint
+            # The run may have been ended before its first checkpoint, by a process before this one.
+            begun, events = process_started(os.getpid()), Path(self.trainer.default_root_dir).glob("events.*")
+            if any(file.stat().st_mtime < begun for file in events):
+                resume_loggers(self.trainer.loggers, 0)
         return path
 
     def _read(self, path: str | None, weights_only: bool | None) -> None:
@@ -276,7 +284,8 @@ class Resuming(_CheckpointConnector):
         if (early := saved.get("stopped_early")) and not self.trainer.strategy.broadcast(stands(early, self._stop_settings)):
             del saved["stopped_early"]
         for callback in callbacks_of(self.trainer, EarlyStopping):
-            if state := saved.get("callbacks", {}).get(callback.state_key):
+            state = saved.get("callbacks", {}).get(callback.state_key)
+            if type(callback) is EarlyStopping and isinstance(state, dict):
                 state["patience"] = callback.patience  # a setting, which Lightning restores as a state
 
     def _restore_position(self, saved: StateDict) -> Position:
@@ -331,7 +340,7 @@ class Resuming(_CheckpointConnector):
                 log.warning(
                     "The run stopped early, by %s, after step %d: nothing is left to do. HINT: a larger trainer.max_epochs (or "
                     "max_steps, or max_time), or another setting of what stopped it, makes it longer.",
-                    *(early["by"], trainer.global_step),
+                    *(early["by"].partition("{")[0], trainer.global_step),
                 )
         then, now = saved.get("threads"), torch.get_num_threads()
         on_cpu, over = trainer.strategy.root_device.type == "cpu", trainer.state.fn != "fit" or is_over(trainer)

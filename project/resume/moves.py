@@ -28,18 +28,22 @@ class MicroBatchMoves(Callback):
     moves as the step begins, or after it, moves once as well.
     """
 
+    _watches = _first = False  # before the first step, and in other verbs, whose backward passes call these hooks, too
+    _kept: MovedWeights | None = None
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._moved: dict[str, Tensor] = {}
         self._steps, self._first_step, self._named = _STEPS, trainer.global_step, False
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._steps = max(self._steps, 1)
+        if trainer.current_epoch & (trainer.current_epoch - 1) == 0:  # 1, 2, 4, 8 ...: the host waits for the device
+            self._steps = max(self._steps, 1)
 
     def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._watches = self._steps > 0 and not self._named and trainer.is_global_zero and not typed(trainer).exact
         self._steps -= 1
         self._first = trainer.global_step == self._first_step
-        self._kept: MovedWeights | None = None
-        self._moved: dict[str, Tensor] = {}
+        self._kept, self._moved = None, {}
         self._keep(trainer, pl_module, trainer.accumulate_grad_batches == 1)
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -50,6 +54,8 @@ class MicroBatchMoves(Callback):
             self._keep(trainer, pl_module)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if not self._watches:
+            return
         self._look()
         self._watches = False
         groups = [group for each in trainer.optimizers for group in each.param_groups] if self._moved else []

@@ -115,11 +115,13 @@ class OrderedDDP(DistributedDataParallel):
         super().register_comm_hook(state, hook)
         self._hooks.append((state, hook))
 
-    def wrapped_again(self, module: nn.Module) -> "OrderedDDP":
-        """Returns a new wrapper of the module, for the parameters that learn now. This one is of no use any more."""
+    def wrapped_again(self, module: nn.Module, sends_weights: bool) -> "OrderedDDP":
+        """Returns a new wrapper of the module, for the parameters that learn now. This one is of no use any more.
+
+        `sends_weights`: all ranks get rank 0's, which would count as a change of what a forward pass has read.
+        """
         del self.reducer, self.logger  # what they have hooked to the parameters goes with them
-        # The ranks' weights are equal; to copy rank 0's again would count as a change of what a forward pass has read.
-        new = OrderedDDP(module, self._for_graphs, **{**self._settings, "init_sync": False})
+        new = OrderedDDP(module, self._for_graphs, **{**self._settings, "init_sync": sends_weights})
         for state, hook in self._hooks:
             new.register_comm_hook(state, hook)
         return new
@@ -210,15 +212,15 @@ def wrap_again_before_backward(strategy: Strategy, loss: Tensor) -> None:
         and not (model.find_unused_parameters or model.static_graph)
         and model.outdated
     ):
-        wrap_again_if_outdated(strategy, module)
+        wrap_again_if_outdated(strategy, module, sends_weights=False)
         assert isinstance(strategy.model, OrderedDDP)
         prepare_for_backward(strategy.model, loss)
 
 
-def wrap_again_if_outdated(strategy: DDPStrategy, module: nn.Module) -> None:
+def wrap_again_if_outdated(strategy: DDPStrategy, module: nn.Module, sends_weights: bool = True) -> None:
     """Wraps the module again if other parameters learn than before: DistributedDataParallel knows those that it began with, and
     would leave the gradients of the others to each rank.
     """
     before = strategy.model
     if isinstance(before, OrderedDDP) and before.trainable_at_start != _trainable(module):
-        strategy.model = before.wrapped_again(module)
+        strategy.model = before.wrapped_again(module, sends_weights)

@@ -154,6 +154,7 @@ class Results(_ResultCollection):
         """Begins a micro-batch. `weight`: what it counts for in its step."""
         self.weight, self.ends_step = weight, ends_step
         if begins_step:
+            self._keep_values_of_step()  # on the slow path, where nobody calls `reduce_step`
             self._values_of_step.clear()
             if self._state.may_be_skipped:
                 self._before_step = {key: self[key].metric_state for key in self._keys_of_epoch()}

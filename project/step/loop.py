@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from torch.optim import Optimizer
 
 from project.data.dealing import DealtLoader
 from project.errors import as_user_error
@@ -287,10 +288,10 @@ class Steps(EpochLoop):
         return outputs
 
     def _zero_grad(self) -> None:
-        """Sets all gradients to None, as optimisers of torch do, and no others come here. Their own `zero_grad` takes longer:
-        it is recorded for a profile, and kept from the compiler.
+        """Sets all gradients to None, as optimisers of torch do. Their own `zero_grad` takes longer: it is recorded for a
+        profile, and kept from the compiler.
         """
-        if "zero_grad" in vars(self._optimizer):  # somebody has put another one on it
+        if "zero_grad" in vars(self._optimizer) or type(self._optimizer).zero_grad is not Optimizer.zero_grad:
             self._optimizer.zero_grad()
             return
         for group in self._optimizer.param_groups:

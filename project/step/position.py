@@ -189,4 +189,4 @@ def is_over(trainer: Trainer) -> bool:
     """
     steps, epochs = trainer.max_steps, trainer.max_epochs
     over = 0 < steps <= trainer.global_step or 0 < (epochs or 0) <= trainer.current_epoch
-    return over or (trainer.should_stop and trainer.fit_loop.done)
+    return over or (trainer.should_stop and not out_of_time(trainer) and trainer.fit_loop.done)

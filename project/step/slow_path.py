@@ -92,8 +92,8 @@ def adapt_strategy(trainer: Trainer) -> None:
     if type(plugin).clip_grad_by_value is Precision.clip_grad_by_value:
         plugin.clip_grad_by_value = clip_by_value  # type: ignore[method-assign,assignment]
     refuse_accumulation_of_lbfgs(trainer)
-    if weighs and "backward" not in vars(strategy):
-        strategy.backward = partial(_weighted_backward, trainer, strategy.backward)  # which `manual_backward` calls
+    if "backward" not in vars(strategy):  # which `manual_backward` calls, too
+        strategy.backward = partial(_weighted_backward if weighs else _wrapped_backward, trainer, strategy.backward)
     if trainer.world_size > 1 and "optimizer_step" not in vars(strategy) and not all_evaluate_once(trainer):
         strategy.optimizer_step = partial(_step_with_mean_loss, trainer, strategy.optimizer_step)
 
@@ -110,8 +110,13 @@ def _weighted_backward(trainer: Trainer, backward: Callable[..., T], loss: Tenso
     """
     state = step_state(trainer)
     weight, state.loss = state.micro_batch.weight, loss.detach()
-    wrap_again_before_backward(trainer.strategy, loss)
     return backward(loss if weight == 1.0 else loss * weight, *args, **kwargs)
+
+
+def _wrapped_backward(trainer: Trainer, backward: Callable[..., T], loss: Tensor, *args: object, **kwargs: object) -> T:
+    """Takes the place of the strategy's `backward` where Lightning's loop calls it: a forward pass may have frozen layers."""
+    wrap_again_before_backward(trainer.strategy, loss)
+    return backward(loss, *args, **kwargs)
 
 
 def _step_with_mean_loss(

@@ -131,6 +131,11 @@ class Requeue:
             given = hostnames(field("ExcNodeList", query("scontrol", "show", "job", job_name())))
             query("scontrol", "update", f"JobId={job_name()}", f"ExcNodeList={','.join(sorted({*nodes, *given}))}")
 
+    def requeue_elsewhere(self) -> None:
+        """Puts the job back into the queue, to be started without the nodes that are excluded: each node goes once."""
+        query("scontrol", "requeue", job_name())  # for two nodes at once, one call is refused
+        self._exclude_nodes()
+
     given_up = False
 
     def requeue(self) -> bool:

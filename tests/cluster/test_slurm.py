@@ -59,9 +59,10 @@ def test_a_job_whose_node_loses_ranks_again_and_again_is_started_without_it(alon
     shown = slurm.job(job)
     assert [shown[name] for name in ("JobState", "Restarts")] == ["COMPLETED", "2"], why()
     assert [shown[name] for name in ("NodeList", "ExcNodeList")] == ["n[1,4]", "n2,n3"], why()
-    broken = f"a file in {tmp_path}: Input/output error; a file in /dev/shm: Input/output error"
-    unfit = f"h3 is unfit, and does not join the run: {broken}."
-    assert f"{unfit}\nThe job goes back into the queue: Slurm starts it without n3.\n" in log.read_text(), why()
+    unfit = "h3 is unfit, and does not join the run: a file in /dev/shm: Input/output error."
+    lines = log.read_text().splitlines()
+    assert unfit in lines, why()
+    assert "The job goes back into the queue: Slurm starts it without n3." in lines, why()
     assert_same_curve(tmp_path, alone)
     assert [*tmp_path.glob("lightning_logs/.*")] == []
 
@@ -159,7 +160,8 @@ def test_a_job_is_put_back_by_its_time_limit_by_preemption_and_by_a_lost_node(al
     """And goes on each time, with one rank slower than the other and a slow disk. COMPLETED when it is, and not before."""
     script = tmp_path / "job.sbatch"
     script.write_text((ROOT / "scripts" / "slurm.sbatch").read_text().replace("USR1@60", "USR1@1"))
-    job = slurm.submit(str(script), *FIT[1:], slowly(0.01, rank_1=0.2, disk=2, crawl_from=25), cwd=tmp_path, env=settings())
+    words = (*FIT[1:], slowly(0.01, rank_1=0.2, disk=2, crawl_from=25))
+    job = slurm.submit("--exclude=n4", str(script), *words, cwd=tmp_path, env=settings())
     log = tmp_path / f"slurm-{job}.log"
 
     def state() -> tuple[str, ...]:
@@ -181,7 +183,7 @@ def test_a_job_is_put_back_by_its_time_limit_by_preemption_and_by_a_lost_node(al
     trains(0)
     slurm.run("scancel", "--signal=USR1", job)  # what slurmctld does when the limit is near
     trains(1, after="a signal before the time limit")
-    slurm.run("srun", "--partition=urgent", "--nodes=3", "--exclusive", "true")
+    slurm.run("srun", "--partition=urgent", "--nodes=3", "--exclude=n4", "--exclusive", "true")
     trains(2, after="preemption")
     assert log.read_text().count("Stopped by SIGUSR1 after step") == 2
     cut_short = r"A checkpoint takes ([2-9]|\d\d) s, and after a signal this job has 1 s: it would be cut short\."
