@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn, Protocol, runtime_checkable
@@ -140,10 +140,15 @@ class MovedWeights:
         module: the network.
         keep: returns what it keeps of a parameter, to compare; None: it does not look at parameters.
         buffers: whether it looks at buffers.
+        names: the parameters that it looks at; None: all.
     """
 
     def __init__(
-        self, module: nn.Module, keep: Callable[[torch.Tensor], torch.Tensor] | None = torch.clone, buffers: bool = True
+        self,
+        module: nn.Module,
+        keep: Callable[[torch.Tensor], torch.Tensor] | None = torch.clone,
+        buffers: bool = True,
+        names: Container[str] | None = None,
     ) -> None:
         norms = {f"{name}.{buffer}" for name, norm in batch_norms(module) for buffer, _ in norm.named_buffers(recurse=False)}
         self._module, self._keep = module, keep
@@ -151,7 +156,7 @@ class MovedWeights:
         self._parameters = [
             (name, parameter, keep(local(parameter.detach())))
             for name, parameter in module.named_parameters()
-            if keep and not is_lazy(parameter)
+            if keep and (names is None or name in names) and not is_lazy(parameter)
         ]
         self._buffers = {
             name: buffer.clone()

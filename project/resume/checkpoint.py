@@ -8,7 +8,7 @@ refused.
 import hashlib
 import io
 import logging
-import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -31,7 +31,6 @@ from project.checkpoints.callback import checkpoints_of
 from project.checkpoints.exchange import bring_parts, has_all_parts
 from project.checkpoints.reading import SafeCheckpointIO, memory_folder, newest_good, set_aside_later, whole_manifest
 from project.cluster import shared_folder
-from project.cluster.place import process_started
 from project.errors import FaultError, UserError
 from project.masking import MASK, without_secrets
 from project.parts import changed
@@ -80,8 +79,13 @@ class Resuming(_CheckpointConnector):
     _stop_settings: Settings = MappingProxyType({})
     """Of the callbacks that may stop the run, as it was configured."""
     _takes_newest = False
+
     _weights_only: bool | None = None
     """The verb's own argument: Lightning does not report it where a sharded network is restored."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        self._made = time.time()
 
     @property
     def _steps(self) -> Steps:
@@ -199,9 +203,9 @@ class Resuming(_CheckpointConnector):
         else:
             path = super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
         if path is None and ckpt_path == "last" and state_fn == TrainerFn.FITTING and self.trainer.is_global_zero:
-            # The run may have been ended before its first checkpoint, by a process before this one.
-            begun, events = process_started(os.getpid()), Path(self.trainer.default_root_dir).glob("events.*")
-            if any(file.stat().st_mtime < begun for file in events):
+            # The run may have been ended before its first checkpoint. What this Trainer has logged before the fit stays.
+            events = Path(self.trainer.default_root_dir).glob("events.*")
+            if any(file.stat().st_mtime < self._made for file in events):
                 resume_loggers(self.trainer.loggers, 0)
         return path
 

@@ -1,6 +1,7 @@
 """Warns of weights and buffers that micro-batches move outside of the optimiser: they depend on the number of ranks."""
 
 import logging
+from collections.abc import Set
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -30,6 +31,8 @@ class MicroBatchMoves(Callback):
 
     _watches = _first = False  # before the first step, and in other verbs, whose backward passes call these hooks, too
     _kept: MovedWeights | None = None
+    _untrained: Set[str] = frozenset()
+    """The parameters that the first step's optimisers did not train: the host waits for no others."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._moved: dict[str, Tensor] = {}
@@ -58,8 +61,12 @@ class MicroBatchMoves(Callback):
             return
         self._look()
         self._watches = False
-        groups = [group for each in trainer.optimizers for group in each.param_groups] if self._moved else []
+        if not (self._first or self._moved):
+            return
+        groups = [group for each in trainer.optimizers for group in each.param_groups]
         trained = {id(weight) for group in groups for weight in group["params"] if weight.grad is not None}
+        if self._first:
+            self._untrained = {name for name, weight in pl_module.named_parameters() if id(weight) not in trained}
         names = [name for name, tensor in self._moved.items() if id(tensor) not in trained]
         if names:
             self._named = not self._first
@@ -75,9 +82,10 @@ class MicroBatchMoves(Callback):
         """Keeps what the buffers are, in the first step, or the parameters: a schedule may move a buffer in a later one."""
         if self._watches:
             looks_at_parameters = (
-                parameters and not self._first and not is_sharded(trainer) and _has_several_micro_batches(trainer)
+                parameters and self._untrained and not is_sharded(trainer) and _has_several_micro_batches(trainer)
             )
-            self._kept = MovedWeights(module, _sum_of_bits if looks_at_parameters else None, buffers=self._first)
+            keep = _sum_of_bits if looks_at_parameters else None
+            self._kept = MovedWeights(module, keep, self._first, self._untrained)
 
     def _look(self) -> None:
         """Notes what has moved since `_keep`."""
