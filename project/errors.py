@@ -1,5 +1,6 @@
 """The errors that a user can mend, and the exit codes that tell what to do next."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 WRONG = 2
@@ -11,6 +12,11 @@ TRY_AGAIN = 75
 
 LEFT_OUT = 69
 """A host that is not used any more, EX_UNAVAILABLE in sysexits.h: the run resumes without it."""
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Returns names as a text, of many the first ones."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 class UserError(ValueError):

@@ -58,7 +58,7 @@ class TypedTrainer(pl.Trainer):
     shared_folder: bool
     max_time: str | timedelta | dict[str, int] | None
     stopped_by: str
-    """The class of what has set `should_stop` in this fit; '' as long as nothing has."""
+    """The key of the EarlyStopping that has set `should_stop` in this fit; '' as long as none has."""
 
     own_attributes: set[str]
     """The names of those that Lightning or this project sets: others are the user's."""

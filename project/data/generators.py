@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from project.data.values import CACHED, GENERATORS, Digests, attributes_of, is_of_a_library, is_own_file
@@ -28,7 +28,7 @@ _SHARED = (*(cast(BuiltinFunctionType, draw).__self__ for draw in (np.random.ran
 """The generators that all have, which are seeded for each micro-batch."""
 _ITEMS = 128  # of a list or a dict, that are looked at
 _WHOLE_RUN = (Trainer, Strategy, Logger)
-_NOTHING_INSIDE = (str, bytes, int, float, complex, bool, type(None), Tensor, np.ndarray, nn.Parameter, random.SystemRandom)
+_NOTHING_INSIDE = (str, bytes, int, float, complex, bool, type(None), Tensor, np.ndarray, random.SystemRandom)
 
 
 class Generators:
@@ -36,12 +36,11 @@ class Generators:
 
     Args:
         holders: the objects, by name.
-        apart: objects that are not entered.
     """
 
-    def __init__(self, holders: Iterable[tuple[str, object]], apart: Iterable[object] = ()) -> None:
+    def __init__(self, holders: Iterable[tuple[str, object]]) -> None:
         self._held: dict[str, object] = {}
-        for name, generator in _generators(holders, apart):
+        for name, generator in _generators(holders):
             same = sum(of.partition(" ")[0] == name for of in self._held)
             self._held[f"{name} {same + 1}" if same else name] = generator
         self._before = self._digests()
@@ -55,10 +54,10 @@ class Generators:
         return {name: digests.of(generator) or b"" for name, generator in self._held.items()}
 
 
-def _generators(holders: Iterable[tuple[str, object]], apart: Iterable[object]) -> Iterator[tuple[str, object]]:
+def _generators(holders: Iterable[tuple[str, object]]) -> Iterator[tuple[str, object]]:
     """Yields the generators that objects hold, with their names; the nearest objects are looked at first."""
     queue = deque(holders)
-    seen = {id(thing): thing for thing in (*apart, *_SHARED, *torch.cuda.default_generators)}
+    seen = {id(thing): thing for thing in (*_SHARED, *torch.cuda.default_generators)}
     while queue and len(seen) < _MOST:
         name, value = queue.popleft()
         if id(value) in seen or issubclass(type(value), _NOTHING_INSIDE):
@@ -83,7 +82,7 @@ def _inside(value: object) -> Iterator[tuple[str, object]]:
         items: Iterable[tuple[object, object]] = (
             dict.items(cast(dict[object, object], value)) if container is dict else enumerate(each)
         )
-        yield from ((str(key), item) for key, item in islice(items, _ITEMS))
+        yield from ((str(key) if type(key) in (str, int) else "item", item) for key, item in islice(items, _ITEMS))
     if container and is_of_a_library(kind):
         return
     if isinstance(value, FunctionType):

@@ -118,7 +118,6 @@ class ExactResults(Results):
             metric._forward_cache = made
             if not metric.meta.on_epoch and metric.is_tensor:
                 metric.value = made
-        super().reduce_step(hook_is_over)
 
     def _gather_terms(self, when: bool, own: dict[str, _Terms]) -> list[dict[str, _Terms]]:
         """Returns the terms of all ranks, by rank. Sends numbers alone, where all have logged the same as the last time."""

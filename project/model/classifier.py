@@ -22,7 +22,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import NotRequired
 
-from project.errors import UserError
+from project.errors import UserError, listed
 from project.model.channels_last import corrupted
 from project.model.delayed import DelayedSums
 from project.model.fused import fused
@@ -409,9 +409,8 @@ class ImageClassifier(LightningModule):
             return
         unused = [name for name, parameter in self.named_parameters() if parameter.requires_grad and parameter.grad is None]
         if unused:
-            more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
             raise UserError(
-                f"{len(unused)} parameters of the network have no part in the loss: {', '.join(unused[:5])}{more}. The ranks "
+                f"{len(unused)} parameters of the network have no part in the loss: {listed(unused)}. The ranks "
                 "can't average what is not there. HINT: take them out or freeze them (requires_grad=False), or set "
                 "trainer.strategy=ddp_find_unused_parameters_true, which costs some time."
             )

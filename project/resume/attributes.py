@@ -82,13 +82,18 @@ def by_name(attributes: Attributes) -> dict[str, bytes]:
     return {f"{owner}.{attribute}": digest for owner, values in attributes.items() for attribute, digest in values.items()}
 
 
+def lies_in(name: str, attribute: str) -> bool:
+    """Returns whether a name is that of an attribute, or of something in it."""
+    return f"{name}.".startswith(f"{attribute}.")
+
+
 def unsaved_attributes(trainer: Trainer, before: Attributes, drawn: Mapping[str, bytes], checkpoint: StateDict) -> list[str]:
     """Returns the names of attributes that have changed since `before`, and that a checkpoint of now does not hold.
 
     `drawn`: digests of generators that have drawn since then, by name; those in these attributes need no line of their own.
     """
     changed = changed_attributes(attributes(trainer), before)
-    changed |= {name: digest for name, digest in drawn.items() if not any(f"{name}.".startswith(f"{of}.") for of in changed)}
+    changed |= {name: digest for name, digest in drawn.items() if not any(lies_in(name, of) for of in changed)}
     if not changed:  # what is saved may be large, and is looked at for these alone
         return []
     digests = Digests(_saved_elsewhere(trainer))
@@ -138,8 +143,10 @@ def owners(trainer: Trainer) -> Iterator[tuple[str, object]]:
 
 def _behind(reader: object, deep: int = 4) -> Iterator[object]:
     """Yields a reader of samples, or the users' objects behind it, if it is Python's or torch's: a Subset, a partial."""
-    if isinstance(reader, FunctionType) or not is_of_a_library(type(reader)):
-        yield from [] if isinstance(reader, (FunctionType, type)) else [reader]
+    if isinstance(reader, (FunctionType, type)):
+        return
+    if not is_of_a_library(type(reader)):
+        yield reader
     elif deep:
         parts = reader if isinstance(reader, (list, tuple)) else [*vars(reader).values()] if hasattr(reader, "__dict__") else []
         parts = [reader.func, reader.args, *reader.keywords.values()] if isinstance(reader, partial) else parts
@@ -175,8 +182,7 @@ def _name(module: LightningModule, path: str) -> str:
 
 def generators(trainer: Trainer) -> Generators:
     """Returns the random generators that the user's objects and functions hold, wherever in them."""
-    apart = (trainer, trainer.strategy, *trainer.loggers, *trainer.lightning_module.parameters())
-    return Generators([*readers(trainer), *owners(trainer)], apart)
+    return Generators([*readers(trainer), *owners(trainer)])
 
 
 def _saved_elsewhere(trainer: Trainer) -> Iterator[object]:

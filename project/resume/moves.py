@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from project.data.self_dealing import SelfDealing
+from project.errors import listed
 from project.exact.checks import MovedWeights
 from project.sharded.strategy import is_sharded
 from project.step.evaluation import loaders_of
@@ -36,6 +37,7 @@ class MicroBatchMoves(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._moved: dict[str, Tensor] = {}
+        self._untrained = frozenset()  # of another fit
         self._steps, self._first_step, self._named = _STEPS, trainer.global_step, False
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -70,12 +72,11 @@ class MicroBatchMoves(Callback):
         names = [name for name, tensor in self._moved.items() if id(tensor) not in trained]
         if names:
             self._named = not self._first
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             log.warning(
-                "%s%s: the network moves it with each micro-batch of a rank, and on several ranks it is rank 0's: on another "
+                "%s: the network moves it with each micro-batch of a rank, and on several ranks it is rank 0's: on another "
                 "number of ranks it is another one. HINT: move it once a step, in on_before_optimizer_step, by what all ranks "
                 "have.",
-                *(", ".join(names[:_SHOWN]), more),
+                listed(names, _SHOWN),
             )
 
     def _keep(self, trainer: Trainer, module: LightningModule, parameters: bool = True) -> None:

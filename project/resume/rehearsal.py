@@ -18,6 +18,7 @@ from project.checkpoints.callback import checkpoints_of
 from project.checkpoints.writing import check
 from project.data.generators import Generators
 from project.data.values import GENERATORS
+from project.errors import listed
 from project.exact.checks import check_compiled
 from project.resume.attributes import (
     UNKNOWN,
@@ -26,6 +27,7 @@ from project.resume.attributes import (
     by_name,
     changed_attributes,
     generators,
+    lies_in,
     unsaved_attributes,
     values,
 )
@@ -141,13 +143,12 @@ class Rehearsal(Callback):
 def _warn(text: str, trainer: Trainer, names: Sequence[str], drawn: Iterable[str] = (), otherwise: str = _KEEP) -> None:
     """Prints a warning with names of attributes, and the hint for each; `drawn`: the names of generators that have drawn."""
     if names and trainer.is_global_zero:
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         known = {name: value for name, value in values(trainer) if name in names}
         by_hint: dict[str, list[str]] = {}
         for name in sorted(names):
             hint = next((hint for kinds, hint in _HINTS if isinstance(known.get(name), kinds)), otherwise)
-            hint = _DRAW if any(f"{generator}.".startswith(f"{name}.") for generator in drawn) else hint
+            hint = _DRAW if any(lies_in(generator, name) for generator in drawn) else hint
             by_hint.setdefault(hint, []).append(name)
         whose = [f"{', '.join(those[:_SHOWN])}: {hint}" for hint, those in by_hint.items()]
         hint = "; ".join(whose) if len(whose) > 1 or otherwise not in by_hint else otherwise
-        log.warning("%s%s: %s", ", ".join(names[:_SHOWN]), more, text.replace("{hint}", hint))
+        log.warning("%s: %s", listed(names, _SHOWN), text.replace("{hint}", hint))

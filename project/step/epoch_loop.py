@@ -155,6 +155,7 @@ class EpochLoop(_TrainingEpochLoop):
         self.moments.end_micro_batch()
         if not self.accumulates():
             self._results.discard_skipped_step()
+            self._results.keep_values_of_step()
         super().on_advance_end(data_fetcher)
         self._validation_due = False
 

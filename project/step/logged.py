@@ -154,13 +154,12 @@ class Results(_ResultCollection):
         """Begins a micro-batch. `weight`: what it counts for in its step."""
         self.weight, self.ends_step = weight, ends_step
         if begins_step:
-            self._keep_values_of_step()  # on the slow path, where nobody calls `reduce_step`
             self._values_of_step.clear()
             if self._state.may_be_skipped:
                 self._before_step = {key: self[key].metric_state for key in self._keys_of_epoch()}
 
-    def _keep_values_of_step(self) -> None:
-        """Keeps the values of the step that has ended."""
+    def keep_values_of_step(self) -> None:
+        """Keeps the values of the step that has ended: what callbacks see until the next one has."""
         for meta, value in ((metric.meta, metric._forward_cache) for metric in self.values()):
             if meta.fx == "training_step" and meta.on_step and value is not None:
                 self.values_of_last_step[meta.forked_name(True)] = value
@@ -238,9 +237,7 @@ class Results(_ResultCollection):
         return known
 
     def reduce_step(self, hook_is_over: bool) -> None:
-        """Keeps the values of a step that has ended. `ExactResults` first reduces them over the ranks."""
-        if self.ends_step and not hook_is_over:
-            self._keep_values_of_step()
+        """Does nothing here. `ExactResults` reduces the values of a step over the ranks."""
 
     def reduce_epoch(self) -> None:
         """Does nothing here. `ExactResults` reduces the values of an epoch over the ranks."""

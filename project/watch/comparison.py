@@ -7,7 +7,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from project.watch.fingerprint_file import Recorded, Start, Taken, listed
+from project.errors import listed
+from project.watch.fingerprint_file import Recorded, Start, Taken
 
 _ROUNDING = 0.01  # of a loss
 _SMALL_LOSS = 0.1  # below it, rounding is a larger share

@@ -193,11 +193,6 @@ def _cut(content: bytes, size: int) -> list[bytes]:
     return [content[at : at + size] for at in range(0, len(content), size)] if size else []
 
 
-def listed(names: Sequence[str]) -> str:
-    """Returns names as a text, of many the first five."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
 def _line(entry: dict[str, object]) -> str:
     return json.dumps(entry, separators=(",", ":")) + "\n"
 

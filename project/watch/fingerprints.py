@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from project.cluster.environment import hardware, named, odd_ones
 from project.cluster.place import host
-from project.errors import FaultError
+from project.errors import FaultError, listed
 from project.sharded.strategy import is_sharded, replicates_weights
 from project.step.batch_norm_layers import batch_norms, compiled_modules
 from project.step.ddp import all_gather_objects, ignored_by_ddp
@@ -29,7 +29,7 @@ from project.step.structure import tensor_holders
 from project.typed import StateDict, typed
 from project.untrusted import cut_off_half_a_line, open_to_append
 from project.watch.checksums import Checksums, as_bytes, plain, together
-from project.watch.fingerprint_file import FILE, MODULE_BYTES, Start, Step, listed
+from project.watch.fingerprint_file import FILE, MODULE_BYTES, Start, Step
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from project.checkpoints.callback import checkpoints_of
 from project.cluster.interfaces import mtu, own_address
 from project.cluster.place import host
 from project.cluster.processes import start_time
-from project.errors import Cause, UserError
+from project.errors import Cause, UserError, listed
 from project.launch import early_start
 from project.launch.orphans import SUPERVISED, describe_launcher, launcher_pid
 from project.survive import failure
@@ -57,8 +57,7 @@ def _report_processes(members: Sequence[Member]) -> None:
     """Logs the process and the host of each rank; a terminal gets those of the first ranks where there are many."""
     names = [f"rank {member.rank} is {member.pid} on {member.host}" for member in members]
     whole, threads = ", ".join(names), f"{torch.get_num_threads()} thread(s) each"
-    shown = whole if len(names) <= _SHOWN else f"{', '.join(names[:_SHOWN])} and {len(names) - _SHOWN} more"
-    log.info("Processes: %s; %s", shown, threads, extra={failure.WHOLE: f"Processes: {whole}; {threads}"})
+    log.info("Processes: %s; %s", listed(names, _SHOWN), threads, extra={failure.WHOLE: f"Processes: {whole}; {threads}"})
 
 
 def _phase_hook(phase: str, part: int | None = None) -> Callable[..., None]:
