@@ -43,6 +43,8 @@ _SMALL = 1 << 20  # bytes: what is not cut into slices, and would keep the file 
 _COUNTS = {"epoch", "step", "global_step", "logged_steps"}
 _MISPLACED = {None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM}
 """The errors of a file that is not what was written there. All others come from the disk, the network or this process."""
+_OPENED: dict[Path, Parted] = {}
+"""The state in memory that rank 0 has found to be readable, until it reads it."""
 _SWITCHES = ("epoch_over", "validation_due", "begun")  # of a position; the rest of it are counts
 
 
@@ -332,7 +334,7 @@ def newest_in_memory(after: Path | None) -> tuple[Path, Manifest] | None:
             if manifest_of(path).exists():  # else whoever wrote it was killed
                 manifest = read_manifest(path)
                 check_complete(manifest)
-                Parted(path, load)
+                _OPENED[path] = Parted(path, partial(load_part, load))
                 return path, manifest
         except Exception as error:  # it holds, say, more than plain values: a checkpoint on the disk is of before that
             log.warning("The state of step %d in memory is not used: %s.", step_of(path), shortened(error))
@@ -401,7 +403,9 @@ class SafeCheckpointIO(TorchCheckpointIO):
         path = Path(address)
         if path.is_dir():
             trusting = partial(torch.load, map_location="cpu", mmap=True, weights_only=False)
-            return Parted(path, partial(load_part, load if safe else trusting)).checkpoint(self.slice_of or Stored.read)
+            parted = _OPENED.pop(path, None) if safe else None
+            parted = parted or Parted(path, partial(load_part, load if safe else trusting))
+            return parted.checkpoint(self.slice_of or Stored.read)
         if not path.exists() or not safe:  # an address, which Lightning knows how to read, or what is trusted
             with plain_values():
                 return finished(super().load_checkpoint(address, cast("Callable[..., object] | None", map_location), safe))

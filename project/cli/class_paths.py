@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules, resolve_name
@@ -173,6 +173,7 @@ def _with_dict_kwargs(value: Namespace) -> Namespace:
     return value
 
 
+@cache  # where a class has no __init__, inspect touches all modules: 3,000 pages that a forked rank would copy
 def _known(guest: Any) -> set[str] | None:
     """Returns the arguments in its signature, if it also takes others that can't be determined; otherwise None."""
     try:
