@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from project.data.values import CACHED, GENERATORS, Digests, attributes_of, is_of_a_library, is_own_file
+from project.data.values import CACHED, GENERATORS, Digests, attributes_of, is_of_a_library, is_own_file, users_class
 
 _MOST = 20_000  # objects that are looked at: a tenth of a second
 _SHARED = (*(cast(BuiltinFunctionType, draw).__self__ for draw in (np.random.rand, random.random)), torch.default_generator)
@@ -101,7 +101,7 @@ def _inside(value: object) -> Iterator[tuple[str, object]]:
             yield from (("", base) for base in value.__bases__)
     elif not isinstance(value, (ModuleType, *_WHOLE_RUN)):
         yield from (attributes_of(value) or {}).items()
-        yield "", type(value)
+        yield "", users_class(type(value))
 
 
 def _inside_function(function: FunctionType) -> Iterator[tuple[str, object]]:

@@ -45,8 +45,18 @@ _DRAWING = re.compile("rand|normal|uniform|choice|shuffl|permut|bernoulli|multin
 
 
 def is_of_a_library(kind: type | FunctionType) -> bool:
-    """Returns whether a class or a function is Python's, torch's, Lightning's or this project's: such are not examined."""
+    """Returns whether a class or a function is Python's, torch's, Lightning's or this project's: such are not examined.
+
+    A class that a library has made of a user's, as `fully_shard` and `parametrize` do, is the user's.
+    """
+    if isinstance(kind, type):
+        return is_in_a_library(str(users_class(kind).__module__))
     return is_in_a_library(str(kind.__module__))
+
+
+def users_class(kind: type) -> type:
+    """Returns the user's class of which a library has made this one; if none has, the class itself."""
+    return next((base for base in kind.__mro__ if not is_in_a_library(str(base.__module__))), kind)
 
 
 def is_in_a_library(module: str) -> bool:

@@ -21,7 +21,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric, Metric
 
 from project.data.generators import Generators
-from project.data.values import CACHED, GENERATORS, Digests, ends_of, is_of_a_library, is_own_file
+from project.data.values import (
+    CACHED,
+    GENERATORS,
+    Digests,
+    ends_of,
+    is_in_a_library,
+    is_of_a_library,
+    is_own_file,
+    users_class,
+)
 from project.step.evaluation import loaders_of
 from project.typed import StateDict, typed
 
@@ -171,13 +180,13 @@ def _numbered(objects: Iterable[object]) -> Iterator[tuple[str, object]]:
     """Yields objects with the names of their classes, and with a number from the second one of a class on."""
     seen = Counter[str]()
     for owner in objects:
-        name = type(owner).__name__
+        name = users_class(type(owner)).__name__
         seen[name] += 1
         yield name if seen[name] == 1 else f"{name} {seen[name]}", owner
 
 
 def _name(module: LightningModule, path: str) -> str:
-    return f"{type(module).__name__}{'.' if path else ''}{path}"
+    return f"{users_class(type(module)).__name__}{'.' if path else ''}{path}"
 
 
 def generators(trainer: Trainer) -> Generators:
@@ -213,7 +222,7 @@ def _values(owner: object) -> dict[str, object]:
     """Returns its attributes, and those that its class has for all its instances."""
     shared: dict[str, object] = {}
     for kind in reversed(type(owner).__mro__):
-        if not is_of_a_library(kind):
+        if not is_in_a_library(kind.__module__):
             shared |= _plain(vars(kind), {kind.__module__})
     aside = _OF_OPTIMIZERS if isinstance(owner, torch.optim.Optimizer) else _OF_LIGHTNING
     if isinstance(owner, Callback):
@@ -291,7 +300,8 @@ def _attached(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
 
 def _globals(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Yields what the files keep in which the user's classes are, and those of the user's that they import."""
-    of_owners = {kind for _, owner in owners(trainer) for kind in type(owner).__mro__ if not is_of_a_library(kind)}
+    kinds_of_owners = {kind for _, owner in owners(trainer) for kind in type(owner).__mro__}
+    of_owners = {kind for kind in kinds_of_owners if not is_in_a_library(kind.__module__)}
     of_functions = {function.__module__ for _, reader in readers(trainer) if (function := _function(reader))}
     files, new = set[str](), ({kind.__module__ for kind in of_owners} | of_functions) & sys.modules.keys()
     while new and len(files) < _MOST_FILES:

@@ -31,7 +31,7 @@ from project.resume.attributes import (
     unsaved_attributes,
     values,
 )
-from project.sharded.strategy import is_sharded
+from project.sharded.shards import split
 from project.step.position import position
 from project.typed import callbacks_of, typed
 
@@ -74,7 +74,7 @@ class Rehearsal(Callback):
             return
         check_compiled(pl_module, typed(trainer).exact)  # after all hooks that may compile a layer
         self._before = {}
-        if checkpoints_of(trainer) and not is_sharded(trainer) and not typed(trainer).fast_dev_run:
+        if checkpoints_of(trainer) and not typed(trainer).fast_dev_run:
             self._before = attributes(trainer)
             self._generators = generators(trainer) if trainer.global_step == 0 else None
             connector = typed(trainer).resuming  # which has none of objects that were made since the fit began (training sets)
@@ -113,7 +113,9 @@ class Rehearsal(Callback):
             self._compare_micro_batches(trainer)
         if self._before and (trainer.global_step >= self._first_step + _STEPS or trainer.is_last_batch):
             checkpoint = typed(trainer).resuming.dump_checkpoint(weights_only=False)
-            check(checkpoint)  # what the first steps have brought into it: counts, what was logged, states of callbacks
+            check(
+                split(checkpoint).marked
+            )  # what the first steps have brought into it: counts, what was logged, states of callbacks
             drawn = self._drawn
             unsaved = unsaved_attributes(trainer, self._before, drawn, checkpoint)
             self._before, self._generators = {}, None
@@ -127,11 +129,11 @@ class Rehearsal(Callback):
         """Warns of attributes that had another value in the checkpoint; where an epoch begins here, not of those it sets."""
         begun, saved = position(trainer).step > 0, typed(trainer).resuming.changed_values
         values, at_start = by_name(now), by_name(self._at_start)
-        others = sorted(
+        others = [
             name
             for name, digest in saved.items()
             if values.get(name) not in (digest, UNKNOWN) and (begun or values.get(name) == at_start.get(name))
-        )
+        ]
         self._reported.update(others)
         _warn(
             "not what it was when the checkpoint was saved: it is not saved, or not restored, or setup or on_train_start sets "
@@ -145,7 +147,7 @@ def _warn(text: str, trainer: Trainer, names: Sequence[str], drawn: Iterable[str
     if names and trainer.is_global_zero:
         known = {name: value for name, value in values(trainer) if name in names}
         by_hint: dict[str, list[str]] = {}
-        for name in sorted(names):
+        for name in (names := sorted(names)):
             hint = next((hint for kinds, hint in _HINTS if isinstance(known.get(name), kinds)), otherwise)
             hint = _DRAW if any(lies_in(generator, name) for generator in drawn) else hint
             by_hint.setdefault(hint, []).append(name)

@@ -27,7 +27,7 @@ from project.errors import UserError
 from project.resume import attributes
 from project.sharded.shards import Split
 from project.watch.progress import Progress
-from tests.conftest import Cli
+from tests.conftest import Cli, forked
 from tests.own import Points, PointsData, Regression
 from tests.survive import keeping
 from tests.survive.keeping import Slotted
@@ -385,7 +385,7 @@ class Aware(Counting):
 def test_what_changes_and_lies_in_no_state_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path, Careless(), points(48), steps=8, callbacks=[Aware(), Steady(1), Steady(2)])
     (line,) = [record.getMessage() for record in caplog.records if "changed in the first steps" in record.getMessage()]
-    assert line.partition(": ")[0] == "Careless.steps, Careless.seen, Careless.generator, Careless.graph, Aware.calls"
+    assert line.partition(": ")[0] == "Aware.calls, Careless.generator, Careless.graph, Careless.seen, Careless.steps"
 
 
 class Poisoned(Regression):
@@ -524,6 +524,51 @@ def test_what_changes_is_seen_wherever_it_is_kept(tmp_path: Path, caplog: pytest
     (line,) = [record.getMessage() for record in caplog.records if "not what it was when" in record.getMessage()]
     assert all(f"Hiding.{name}" in line for name in ("temperature", "dropout.settings", "measure"))
     assert "Hiding.weights" not in line
+
+
+class CountingLayer(nn.Module):
+    """A user's layer, of which torch makes another class: where it is sharded, or one of its weights is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, 6).double())
+        self.generator = torch.Generator().manual_seed(1)
+        self.calls = 0
+
+    def forward(self, points: Tensor) -> Tensor:
+        self.calls += 1
+        return points @ self.weight + torch.randn(1, generator=self.generator).double()
+
+
+KEPT_BY_LAYER = "WithCountingLayer.network.0.calls, WithCountingLayer.network.0.generator"
+
+
+class WithCountingLayer(Regression):
+    def __init__(self, computed: bool = False) -> None:
+        super().__init__()
+        layer = CountingLayer()
+        if computed:
+            nn.utils.parametrizations.orthogonal(layer)
+        self.network.insert(0, layer)
+
+
+def test_what_a_layer_keeps_whose_weight_is_computed_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, WithCountingLayer(computed=True), points(), steps=8)
+    (line,) = [record.getMessage() for record in caplog.records if "changed in the first steps" in record.getMessage()]
+    assert line.startswith(f"{KEPT_BY_LAYER}: ")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_a_sharded_run_keeps_is_named(tmp_path: Path, ranks: int) -> None:
+    words = ("fit", "--data=tests.own.PointsData", "--model=tests.survive.test_states.WithCountingLayer", "--run=it")
+    words += ("--trainer.accelerator=cpu", "--trainer.global_batch_size=24", "--trainer.strategy=sharded")
+    run = forked(tmp_path, *words, "--trainer.max_steps=4", ranks=ranks)
+    assert run.code == 0, run.output
+    assert f"{KEPT_BY_LAYER}: changes with each micro-batch of a rank" in run.output
+    assert f"{KEPT_BY_LAYER}: changed in the first steps, and not in what a checkpoint holds" in run.output
+    run = forked(tmp_path, *words, "--trainer.max_steps=6", "--change=trainer.max_steps", ranks=ranks)
+    assert run.code == 0, run.output
+    assert f"{KEPT_BY_LAYER}: not what it was when the checkpoint was saved" in run.output
 
 
 class Filed(Regression):
@@ -758,7 +803,7 @@ def test_what_is_saved_by_its_own_method_is_not_named(tmp_path: Path, caplog: py
 
 def test_where_a_step_is_an_epoch_its_micro_batches_are_compared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path, Regression(), points(8), callbacks=[Average()], global_batch_size=8, steps=1)
-    assert "Average.mean, Average.counted" in caplog.text
+    assert "Average.counted, Average.mean" in caplog.text
 
 
 class Lazy(Regression):
