@@ -7,8 +7,10 @@ import os
 import re
 import stat
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import yaml
 
@@ -104,6 +106,8 @@ def documents(argv: list[str]) -> list[dict[str, object]]:
 def setting(argv: list[str], sections: Sequence[Mapping[str, object]], section: str, name: str) -> object:
     """Returns the value that a command line gives a key of a section, else the last of its `documents` that has the key."""
     if (flag := option(argv, f"--{section}.{name}")) is not None:
+        with suppress(yaml.YAMLError):  # which the parser reports
+            return cast(object, yaml.safe_load(flag)) if flag.startswith(("[", "{")) else flag
         return flag
     known = [content for document in sections if isinstance(content := document.get(section), Mapping) and name in content]
     return known[-1][name] if known else None

@@ -10,18 +10,22 @@ import os
 import re
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import torchmetrics
 import yaml
 from jsonargparse import Namespace, add_instantiator
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, seed_everything
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
 from project.checkpoints.callback import Checkpoints, checkpoints_of
@@ -31,9 +35,21 @@ from project.cli.class_paths import START, Refusal, take_functions
 from project.cli.config import HelpAll, Parser, SaveConfig, brought, refuse_odd_sections, save_config, touches_nothing
 from project.cli.verbs import ABOUT
 from project.cluster.connection import close_connections
-from project.cluster.place import ATTEMPT, host, restarts
+from project.cluster.place import host, restarts
 from project.cluster.settings import flat
-from project.config_files import EVALUATING, RUNS, config_of_run, expand, folder_of, named_configs, run_config, strangers
+from project.config_files import (
+    EVALUATING,
+    RUNS,
+    config_of_run,
+    documents,
+    expand,
+    folder_of,
+    named_configs,
+    option,
+    run_config,
+    setting,
+    strangers,
+)
 from project.data import ImageData
 from project.doctor.doctor import doctor
 from project.doctor.findings import verdict
@@ -41,7 +57,14 @@ from project.doctor.memory_forecast import dry_run, on_meta
 from project.errors import WRONG, FaultError, NonFiniteError, UserError, as_user_error
 from project.export.export import SETTINGS, export, exportable
 from project.launch import early_start
-from project.launch.fork_server import compute_alone, is_fork_server, report_small_build, serve
+from project.launch.fork_server import (
+    await_orders,
+    builds_early,
+    is_fork_server,
+    is_forked,
+    report_small_build,
+    serve,
+)
 from project.launch.kubernetes import manifest
 from project.launch.launcher import Launch, LaunchError, detect, rank_said
 from project.launch.manifest import command
@@ -191,8 +214,8 @@ class ProjectCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         resolved = self.parser.dump(self.config, skip_link_targets=False, skip_none=False, format="yaml")
         self.config_dump: Configuration = yaml.safe_load(resolved)[self.subcommand]
-        if is_fork_server():
-            self._fork_ranks()
+        if is_forked():
+            self._become_rank()
         elif self.dry:
             add_instantiator(on_meta, nn.Module)
         else:
@@ -224,33 +247,29 @@ class ProjectCLI(LightningCLI):
         folded = Folded(error)
         return UserError(f"{text}\n{folded.text}" if folded.where else text)
 
-    def _fork_ranks(self) -> None:
-        """Serves the supervisor, and returns in each rank that is forked for it."""
+    def _become_rank(self) -> None:
+        """Waits, in a spare, until it is needed as a rank, with all ready that does not depend on that."""
         trainer = self.config[self.subcommand].trainer
         strategy = trainer.strategy.as_dict() if isinstance(trainer.strategy, Namespace) else trainer.strategy
-        by_engine = detect().kind != "python"
-        count = 0 if by_engine else early_start.ranks(trainer.devices, trainer.accelerator, early_start.gpus())
-        if not by_engine and not (early_start.starts_ranks(strategy) and count):
+        count = early_start.ranks(trainer.devices, trainer.accelerator, early_start.gpus())
+        if detect().kind == "python" and not (
+            early_start.starts_ranks(strategy) and count == int(os.environ.get("WORLD_SIZE", "1"))
+        ):
             raise UserError(
                 "recover.restarts needs ranks that are processes of their own. HINT: take trainer.strategy=ddp or sharded, and "
                 "a number for trainer.devices."
             )
-        _ = commit_of_run(), self._changed  # once, for all ranks and restarts
+        _ = self._changed
         self.parser.build = self._build
-
-        def build_early() -> None:
-            open_log(detect().rank, host())
+        kinds = [self.model_class, self.datamodule_class]
+        own = any(not kind.__module__.startswith(("project.", "lightning.")) for kind in kinds if kind is not None)
+        if builds_early():
             objects = self.parser.instantiate_classes(self.config)
             self.parser.build = lambda make: objects
-
-        serve(count, build_early)
-        if self.parser.build == self._build:
-            kinds = [self.model_class, self.datamodule_class]
-            own = any(not kind.__module__.startswith(("project.", "lightning.")) for kind in kinds if kind is not None)
-            early = not own and touches_nothing(self.config[self.subcommand])
-            self.parser.build = (lambda make: report_small_build(partial(self._build, make))) if early else self._build
-        listen_for_signals()
-        open_log(detect().rank, host())
+        elif not own and touches_nothing(self.config[self.subcommand]):
+            self.parser.build = lambda make: report_small_build(partial(self._build, make))
+        await_orders()
+        _begin_rank()
 
     def _is_built_by_rank_0(self) -> bool:
         """Returns whether the strategy gives the other ranks rank 0's network, block by block."""
@@ -493,6 +512,44 @@ def open_door(front: type[ProjectCLI], trainer_class: type[Trainer], own_model: 
     )
 
 
+def _fork_ranks() -> None:
+    """Serves the supervisor, and returns in each rank that is forked for it, and in each spare."""
+    sections = documents(sys.argv)
+    strategy, devices, accelerator = (
+        setting(sys.argv, sections, "trainer", name) for name in ("strategy", "devices", "accelerator")
+    )
+    count = early_start.ranks(devices, accelerator, early_start.gpus()) if early_start.starts_ranks(strategy) else 1
+    by_engine = detect().kind != "python"
+    commit_of_run()  # once, for all ranks and restarts
+    contents = {path: path.read_bytes() for path in Parser.configs}
+    serve(0 if by_engine else count or 1)
+    for path, content in contents.items():  # a rank that is started again has the configuration that the run began with
+        if not path.exists() or path.read_bytes() != content:
+            folder = Path(tempfile.mkdtemp(dir=memory_folder()), path.parent.name)
+            folder.mkdir()
+            (folder / path.name).write_bytes(content)
+            sys.argv = [str(folder / path.name) if word == str(path) else word for word in sys.argv]
+    Parser.configs = named_configs(sys.argv)
+    _begin_rank()
+
+
+def _seed_imports() -> None:
+    """Seeds what the user's files draw when they are imported, which is before the configuration is resolved."""
+    seeds = [document["seed_everything"] for document in documents(sys.argv) if "seed_everything" in document]
+    seed: object = option(sys.argv, "--seed_everything") or (seeds[-1] if seeds else 0)
+    with suppress(ValueError):  # which the parser reports
+        seed_everything(int(str(seed)), verbose=False)
+
+
+def _begin_rank() -> None:
+    """Gives this process what a rank has from its start."""
+    rank = detect().rank
+    for of_first in (rank_zero_only, torchmetrics.utilities.prints.rank_zero_only):
+        vars(of_first)["rank"] = rank  # which was set when the library was loaded
+    listen_for_signals()
+    open_log(rank, host())
+
+
 def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Trainer) -> None:
     """Runs the command line. An error that the user can mend takes one line; any other, its traceback, printed once."""
     take_either_lightning()
@@ -502,7 +559,6 @@ def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Tr
     open_log(rank, host())
     say = log.info
     try:
-        compute_alone()
         rank = detect().rank
         open_log(rank, host())
         words = with_trial(sys.argv[1:])
@@ -513,13 +569,15 @@ def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Tr
         sys.argv[1:] = expand(run_config(words))
         Parser.configs = named_configs(sys.argv)
         refuse_odd_sections(Parser.configs)
+        if is_fork_server():
+            _fork_ranks()
+            rank = detect().rank
+        _seed_imports()
         own_model, own_data = brought(sys.argv[1:])
         open_door(front, trainer_class, own_model, own_data)
     except NonFiniteError:  # rank 0 has said it, and all ranks end alike
         raise SystemExit(1) from None
     except Exception as error:
-        if ATTEMPT in os.environ:  # this process is a fork of the one that began
-            rank = detect().rank
         say = log.info if ProjectCLI.running is None else log.debug  # the error is the last word
         raise SystemExit(_end(error, rank)) from None
     finally:

@@ -1,6 +1,8 @@
-"""The fork server: a process that has loaded all libraries and resolved the configuration, and forks ranks from there.
+"""The fork server: a process that has loaded PyTorch and this project, and forks ranks from there.
 
-It is the first child of a supervisor (`launch/supervisor.py`), and has started no thread and no device: who has must not fork.
+It is the first child of a supervisor (`launch/supervisor.py`), and has loaded nothing of the user's: each rank imports that
+after its fork, as ranks of any launcher do. A file that is opened there, a thread, or what is read of the environment is the
+rank's own.
 """
 
 import gc
@@ -13,23 +15,24 @@ import shutil
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TypeVar
+from types import FrameType
+from typing import NamedTuple, TypeVar
 
 from project.cluster.place import ATTEMPT, MEMORY, restarts
-from project.errors import TRY_AGAIN, UserError
+from project.errors import TRY_AGAIN
 from project.launch.orphans import end_with_parent
 from project.launch.supervisor import SOCKET, receive
 from project.survive.signals import ENDING
 
 Built = TypeVar("Built")
+Handler = Callable[[int, FrameType | None], object] | int | None
 
 _SMALL = 64 << 20  # bytes
 _SUPERVISOR: list[socket.socket] = []  # this rank's way to its supervisor
-_THREADS: list[int] = []  # of a rank's operations, where the fork server has one
+_SPARE: list["_Spare"] = []  # in a process that is not a rank yet
 
 
 def is_fork_server() -> bool:
@@ -37,37 +40,25 @@ def is_fork_server() -> bool:
     return SOCKET in os.environ
 
 
-def compute_alone() -> None:
-    """Has this process, if it is to fork ranks, compute in one thread: forks lack OpenMP's threads, and would wait for them."""
-    if is_fork_server():
-        import torch  # which the supervisor, that reads this file, must not load
+class _Spare(NamedTuple):
+    """What a process needs that is to become a rank."""
 
-        _THREADS.append(torch.get_num_threads())
-        torch.set_num_threads(1)
+    orders: int  # the pipe at which it gets them
+    facts: socket.socket  # its way to the supervisor
+    ranks: int  # that the supervisor starts; 0: one, which has its number
+    handlers: Mapping[signal.Signals, Handler]
+    builds: bool  # whether it makes the objects of the configuration before it is needed
+    release: Callable[[], None]  # prints what it has printed before it is needed
 
 
-def serve(ranks: int, build: Callable[[], None]) -> None:
+def serve(ranks: int) -> None:
     """Forks ranks whenever the supervisor asks for them. Returns in each rank, and nowhere else.
 
-    Asked for spares, it forks them before they are needed: each waits for its orders here.
+    Asked for spares, it forks them before they are needed: each makes itself ready, and waits in `await_orders`.
 
-    `ranks`: how many; 0: the one that an engine has started, and given its number. `build`: makes the objects of the
-    configuration, in a spare that does so before it is needed.
+    `ranks`: how many; 0: the one that an engine has started, and given its number.
     """
-    import torch
-
-    if threading.active_count() > 1:
-        names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
-        raise UserError(
-            f"recover.restarts forks the ranks from one process, and something that the configuration names has started "
-            f"threads when it was imported ({names}). HINT: start them in setup(), or set recover.restarts=0."
-        )
-    if _has_used_cuda():
-        raise UserError(
-            "recover.restarts forks the ranks from one process, and something that the configuration names has used CUDA when "
-            "it was imported. HINT: use devices in setup() or later, or set recover.restarts=0."
-        )
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
     gc.collect()
     gc.freeze()  # what is here already is not looked through, and so not copied, by a rank's own collections
     supervisor, facts = (socket.socket(fileno=int(number)) for number in os.environ.pop(SOCKET).split())
@@ -89,17 +80,10 @@ def serve(ranks: int, build: Callable[[], None]) -> None:
                 random.setstate(drawn)  # Python seeds it anew in a fork
                 if ranks > 1:
                     os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(ranks)}
-                torch.set_num_threads(_THREADS.pop())
-                release = _build_in_silence(build) if order.get("build") else None
-                if not (own := os.read(pipe, 1 << 12)):
-                    os._exit(TRY_AGAIN)  # the fork server has ended
-                for number, handler in before.items():
-                    signal.signal(number, handler)
-                _become(ranks, **json.loads(own))
-                os.close(pipe)
-                _SUPERVISOR.append(facts)
-                if release is not None:
-                    release()
+                release = _hide_output() if "spares" in order else _flush
+                _SPARE.append(_Spare(pipe, facts, ranks, handlers, bool(order.get("build")), release))
+                if "spares" not in order:
+                    await_orders()
                 return
             spares[rank] = pid, pipe
         pids = [pid for pid, _ in spares.values()]
@@ -117,20 +101,32 @@ def serve(ranks: int, build: Callable[[], None]) -> None:
     os._exit(0)
 
 
-def _has_used_cuda() -> bool:
-    """Returns whether CUDA has been used here, after which no fork of this process can use it: a fork tells."""
-    import torch
+def is_forked() -> bool:
+    """Returns whether this process is a rank that was forked, or a spare."""
+    return bool(_SPARE or _SUPERVISOR)
 
-    if pid := os.fork():
-        return bool(os.waitpid(pid, 0)[1])
-    is_refused = False
-    try:
-        if torch.cuda.device_count():
-            torch.cuda.init()
-    except RuntimeError as error:
-        is_refused = "forked" in str(error)
-    finally:
-        os._exit(is_refused)
+
+def builds_early() -> bool:
+    """Returns whether this process is a spare that is to make the objects of the configuration before it is needed."""
+    return any(spare.builds for spare in _SPARE)
+
+
+def await_orders() -> None:
+    """Waits, in a spare, until it is needed: then it is a rank. Returns at once in a rank."""
+    if not _SPARE:
+        return
+    spare = _SPARE.pop()
+    import torch  # which the supervisor, that reads this file, must not load
+
+    if torch.cuda.is_initialized() or not (orders := os.read(spare.orders, 1 << 12)):
+        os._exit(TRY_AGAIN)  # it would hold a GPU's memory beside the rank that trains; or the fork server has ended
+    for number, handler in spare.handlers.items():
+        if signal.getsignal(number) == signal.SIG_IGN:  # and not the user's
+            signal.signal(number, handler)
+    _become(spare.ranks, **json.loads(orders))
+    os.close(spare.orders)
+    _SUPERVISOR.append(spare.facts)
+    spare.release()
 
 
 def _is_closed(pipe: int) -> bool:
@@ -173,19 +169,11 @@ def _become(ranks: int, attempt: int, port: int, numbers: Mapping[str, str]) -> 
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
-def _build_in_silence(build: Callable[[], None]) -> Callable[[], None]:
-    """Makes the objects of the configuration, and returns what prints the output of that, when this spare becomes a rank.
-
-    An error ends the spare: the rank that is forked in its place, when it is needed, reports it.
-    """
-    try:
-        outputs = [(number, os.dup(number), os.memfd_create("output")) for number in (1, 2)]
-        for number, _, memory in outputs:
-            os.dup2(memory, number)
-        build()
-        _flush()
-    except BaseException:
-        os._exit(TRY_AGAIN)
+def _hide_output() -> Callable[[], None]:
+    """Hides what this process prints from here on, and returns what prints it."""
+    outputs = [(number, os.dup(number), os.memfd_create("output")) for number in (1, 2)]
+    for number, _, memory in outputs:
+        os.dup2(memory, number)
 
     def release() -> None:
         _flush()

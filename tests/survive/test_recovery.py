@@ -286,15 +286,64 @@ def test_a_wrong_setting_ends_the_run_before_a_rank_is_started(tmp_path):
     assert "no_such_key" in done.output
 
 
-def test_threads_that_a_users_module_starts_when_it_is_imported_are_named(tmp_path):
-    (tmp_path / "busy.py").write_text(
-        "import threading, time\nfrom tests.own import Regression as Busy\n"
-        "threading.Thread(target=time.sleep, args=(60,), name='busy thread', daemon=True).start()\n"
+IMPORTED = """
+import multiprocessing, os, threading, time
+from pathlib import Path
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+from tests.own import Regression
+
+RANK, FILE, STEPS = os.environ["LOCAL_RANK"], open("numbers", "rb", buffering=0), multiprocessing.Value("l", 0)
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+
+class Imports(Regression):
+    def __init__(self):
+        super().__init__()
+        rank_zero_only(print)("made by rank", RANK, flush=True)
+
+    def on_train_start(self):
+        self.first, STEPS.value = self.trainer.global_step, 0
+
+    def training_step(self, batch, batch_idx):
+        for at in range(200):
+            FILE.seek(at)
+            assert FILE.read(1)[0] == at
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer):
+        STEPS.value += 1
+
+    def on_train_end(self):
+        Path(f"rank-{self.trainer.global_rank}").write_text(f"{RANK} {STEPS.value - self.trainer.global_step + self.first}")
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_a_users_module_makes_when_it_is_imported_is_each_ranks_own(tmp_path, ranks):
+    (tmp_path / "numbers").write_bytes(bytes(range(200)))
+    (tmp_path / "imported.py").write_text(IMPORTED)
+    words = (*RUNS["own"], *RECOVER, "--model=imported.Imports", f"--trainer.devices={ranks}", faults({"rank": 1, "step": 6}))
+    done = program(tmp_path, *words, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert done.code == 0, done.output
+    assert done.output.count("All ranks resume") == 1
+    assert done.output.count("made by rank 0") == 2  # before and after the loss
+    assert "made by rank 1" not in done.output
+    assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(ranks)] == [f"{rank} 0" for rank in range(ranks)]
+
+
+def test_a_config_that_is_edited_while_the_run_trains_is_not_read_again(tmp_path):
+    (tmp_path / "mine.yaml").write_text("trainer: {max_epochs: 3}\n")
+    (tmp_path / "edits.py").write_text(
+        "from pathlib import Path\nfrom tests.own import Regression\nclass Edits(Regression):\n"
+        "    def on_train_start(self):\n        Path('mine.yaml').write_text('trainer: {max_epochs: 4, no_such_key: 1}')\n"
     )
-    done = program(tmp_path, *RUNS["own"], *RECOVER, "--model=busy.Busy", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
-    assert done.code == 2, done.output
-    assert "busy thread" in done.output
-    assert "Traceback" not in done.output
+    words = ("fit", "--config=mine.yaml", "--data=tests.own.PointsData", "--model=edits.Edits", *OFTEN, *RECOVER)
+    words += ("--trainer.global_batch_size=24", faults({"rank": 0, "step": 4}))
+    done = program(tmp_path, *words, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert done.code == 0, done.output
+    assert done.output.count("All ranks resume") == 1
+    (content,) = final(tmp_path).values()
+    assert content["epoch"] == 3  # and not a fourth one
 
 
 def test_ranks_compute_in_threads_after_a_users_module_has_when_it_was_imported(tmp_path):

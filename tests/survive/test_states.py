@@ -571,6 +571,23 @@ def test_what_a_sharded_run_keeps_is_named(tmp_path: Path, ranks: int) -> None:
     assert f"{KEPT_BY_LAYER}: not what it was when the checkpoint was saved" in run.output
 
 
+DRAWN = "import random, numpy, torch\nfrom tests.own import Regression as Drawing\n"
+DRAWN += "print('drawn:', random.random(), numpy.random.rand(), torch.rand(1).item(), flush=True)\n"
+
+
+def test_what_is_drawn_when_a_file_is_imported_follows_from_the_seed(tmp_path: Path) -> None:
+    (tmp_path / "drawing.py").write_text(DRAWN)
+    words = ("fit", "--data=tests.own.PointsData", "--model=drawing.Drawing", "--trainer.accelerator=cpu")
+    words += ("--trainer.max_steps=1", "--trainer.global_batch_size=6")
+    drawn = []
+    for seed, ranks in ((1, 1), (1, 3), (2, 1)):
+        run = forked(tmp_path, *words, f"--seed_everything={seed}", ranks=ranks, PYTHONPATH=str(tmp_path))
+        assert run.code == 0, run.output
+        drawn.append({*re.findall("drawn: (.*)", run.output)})
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert [len(numbers) for numbers in drawn] == [1, 1, 1]
+
+
 class Filed(Regression):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         keeping.move()
