@@ -14,9 +14,8 @@ from tests.cluster.machine import LONG
 from tests.cluster.test_hosts import launch, printed
 from tests.conftest import PATIENCE, Cli
 from tests.conftest import environment as clean
-from tests.own import write_texts
 from tests.standin.pool import environment, meeting_place
-from tests.standin.test_runs import DDP, GPT, fault, final, plugged
+from tests.standin.test_runs import DDP, fault, final, plugged
 from tests.survive.test_resume import same
 from tests.train.test_sharded import sharded
 
@@ -71,17 +70,12 @@ def test_all_ranks_take_the_same_nccl_where_torch_was_imported_first(tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", ["", "node"])
-def test_two_hosts_with_two_gpus_each(hosts: Any, gpu: Cli, tmp_path: Path, shard: str) -> None:  # noqa: F811
-    """With `exact`, DDP has the bits of one GPU; with shard=node, each host has a copy."""
-    write_texts(tmp_path / "texts")
+def test_two_hosts_with_two_gpus_each(hosts: Any, gpu: Cli, tmp_path: Path) -> None:  # noqa: F811
+    """With `exact`, they have the bits of one GPU."""
     together = tmp_path / "together"
     together.mkdir()
     exact = ("--trainer.precision=32-true", "--trainer.exact=true", "--trainer.max_epochs=1", "--data.global_batch_size=32")
-    words = [*GPT, sharded(shard="node")] if shard else [*DDP, *exact]
-    words = [argument for argument in words if not argument.startswith("--trainer.devices")]
-    if shard:
-        words.append("--trainer.global_batch_size=16")
+    words = [argument for argument in (*DDP, *exact) if not argument.startswith("--trainer.devices")]
     with meeting_place() as place:
         own = {**environment(2, place), "NPROC_PER_NODE": "2"}
         running = [launch(host, together, *words, plugged(CONTEXTS), nodes=2, **own) for host in hosts[:2]]
@@ -89,7 +83,6 @@ def test_two_hosts_with_two_gpus_each(hosts: Any, gpu: Cli, tmp_path: Path, shar
     assert codes == [0, 0], printed(together)
     assert "2 hosts x 2 processes" in (together / "h1.txt").read_text()
     assert [context["devices"] for context in contexts(together)] == [[0], [1], [0], [1]]
-    if not shard:
-        alone = gpu(*words, plugged())
-        assert alone.code == 0, alone.output
-        assert same(final(together)["state_dict"], final(tmp_path)["state_dict"])
+    alone = gpu(*words, plugged())
+    assert alone.code == 0, alone.output
+    assert same(final(together)["state_dict"], final(tmp_path)["state_dict"])
