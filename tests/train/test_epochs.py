@@ -54,7 +54,7 @@ CASES = {
 
 
 MARKED = [  # the others' callbacks are in test_stock.py and in test_exact_runs.py, too
-    pytest.param(case, ranks, marks=() if ranks == 3 and case in ("unfrozen", "plateau-step") else pytest.mark.faults)
+    pytest.param(case, ranks, marks=() if ranks == 2 and case in ("unfrozen", "plateau-step") else pytest.mark.faults)
     for case in CASES
     for ranks in (1, 2, 3)
 ]

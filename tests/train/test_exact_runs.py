@@ -34,11 +34,7 @@ RUNS = {
         *("--model.init_args.heads=2", "--model.init_args.width=32", "--model.init_args.dropout=0.2"),
         *("--model.init_args.warmup_steps=3", "--checkpoints.every_n_steps=3"),
     ),
-    # Those of somebody who knows nothing of this: logs and metrics of each kind, in float64 and in float32; a kept tail
-    "regression": (
-        *("fit", "--data=tests.own.PointsData", "--model=tests.own.Regression", "--trainer.max_epochs=3", *EXACT),
-        *("--trainer.global_batch_size=24", "--checkpoints.every_n_steps=3", "--data.init_args.size=140"),
-    ),
+    # That of somebody who knows nothing of this: logs and metrics of each kind; a kept tail
     "talkative": (
         *("fit", "--data=tests.own.PointsData", "--model=tests.own.Talkative", "--trainer.max_epochs=3", *EXACT),
         *("--trainer.global_batch_size=24", "--checkpoints.every_n_steps=3", "--data.init_args.size=140"),
@@ -89,7 +85,7 @@ OURS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "ranks"), [*OURS, ("regression", 3), pytest.param("talkative", 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "ranks"), [*OURS, pytest.param("talkative", 3, marks=pytest.mark.slow)])
 def test_any_number_of_ranks(trained, name, ranks):
     whole = trained(name)
     folder = whole.parent / f"{name}-{ranks}"
