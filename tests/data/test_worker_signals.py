@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from project.data.dealing import deal
 from project.data.order import Order
 from project.data.worker_signals import with_signals
-from tests.conftest import TINY, environment
+from tests.conftest import environment
 
 
 class Endless(IterableDataset):
@@ -71,29 +71,3 @@ def test_they_end_with_the_program_though_its_handlers_are_still_there():
         [sys.executable, "-c", PROGRAM], env=environment(), capture_output=True, text=True, timeout=300, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "32\n", "")
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.faults), 2])
-@pytest.mark.slow
-def test_sigterm_to_all_processes_of_a_run_stops_it_with_a_checkpoint(tmp_path, ranks):
-    words = ("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_epochs=100000", "--data.num_workers=1", "--run=long")
-    run = subprocess.Popen(
-        [sys.executable, "-m", "project", *words, f"--trainer.devices={ranks}"],
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    lines, sent = [], False
-    assert run.stdout is not None
-    for line in run.stdout:
-        lines.append(line)
-        if "epoch 1" in line and not sent:
-            sent = True
-            os.killpg(run.pid, signal.SIGTERM)
-    text = "".join(lines)
-    assert run.wait(30) == 143, text
-    assert text.count("Stopped by SIGTERM after step") == 1
-    assert [*(tmp_path / "lightning_logs/long/checkpoints").glob("*.ckpt")]

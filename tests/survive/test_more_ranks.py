@@ -15,9 +15,9 @@ pytestmark = pytest.mark.slow
 FIT = (
     *("fit", "--config=configs/ddp.yaml", *TINY, "--data.source.init_args.train_size=250", "--run=it"),
     *("--model.network.init_args.widths=[64,128]", "--data.batch_size=2", "--data.global_batch_size=48"),
-    *("--data.crop_padding=2", "--trainer.max_epochs=3", "--checkpoints.every_n_steps=3", "--trainer.val_check_interval=2"),
+    *("--data.crop_padding=2", "--trainer.max_epochs=2", "--checkpoints.every_n_steps=3", "--trainer.val_check_interval=2"),
 )
-STEPS = 15  # 5 in each epoch
+STEPS = 10  # 5 in each epoch
 
 
 @pytest.fixture(scope="module")

@@ -83,7 +83,7 @@ def test_a_folder_that_not_all_hosts_see_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("ranks", "where", "step", "number"),
     [
-        (3, "step", 8, signal.SIGKILL),
+        pytest.param(3, "step", 8, signal.SIGKILL, marks=pytest.mark.faults),  # as in test_recovery.py, on three ranks, too
         pytest.param(3, "step", 7, signal.SIGTERM, marks=pytest.mark.faults),
         pytest.param(2, "accumulation", 7, signal.SIGKILL, marks=pytest.mark.faults),
         pytest.param(3, "write", 6, signal.SIGKILL, marks=pytest.mark.faults),

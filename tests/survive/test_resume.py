@@ -145,34 +145,3 @@ def test_one_rank_of_two_is_killed(uninterrupted, quick, tmp_path, rank, where, 
     resumed = quick(*FIT, fault, ranks=2)
     assert resumed.code == 0, resumed.output
     assert_same_run(tmp_path, uninterrupted(2))
-
-
-@pytest.mark.slow
-def test_other_numbers_of_ranks_on_the_way(tmp_path):
-    """2 -> 1 -> 4 -> 2 in the middle of epochs: the same samples in every step, and the same losses up to rounding.
-
-    In float64, where rounding is so small that it can't hide anything else.
-    """
-    double = "--trainer.precision=64-true"
-    stop = [{"step": step, "number": int(signal.SIGTERM)} for step in (4, 11, 18)]
-    samples: dict[int, list[int]] = {}
-    for part, world_size in enumerate((2, 1, 4, 2)):
-        done = forked(tmp_path, *FIT, faults(*stop), double, ranks=world_size)
-        assert done.code == (143 if part < 3 else 0), done.output
-        steps: dict[int, list[int]] = {}
-        for rank in range(world_size):
-            for step, seen in json.loads((tmp_path / f"record-{rank}.json").read_text())["steps"].items():
-                steps.setdefault(int(step), []).extend(seen)
-        samples.update(steps)
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    assert forked(whole, *FIT, faults(), double).code == 0
-    expected = json.loads((whole / "record-0.json").read_text())["steps"]
-    assert {step: sorted(seen) for step, seen in samples.items()} == {int(s): sorted(seen) for s, seen in expected.items()}
-    actual, reference = curves(tmp_path), curves(whole)
-    assert actual.keys() == reference.keys()
-    for tag, curve in reference.items():
-        assert [step for step, _ in actual[tag]] == [step for step, _ in curve]
-        assert [value for _, value in actual[tag]] == pytest.approx([value for _, value in curve], abs=1e-6), tag
-    for name, weights in final(whole)["state_dict"].items():
-        torch.testing.assert_close(final(tmp_path)["state_dict"][name], weights, rtol=0, atol=1e-13)

@@ -64,12 +64,13 @@ def assert_goes_on(tmp_path, ranks, words, *given, step=6):
 
 
 RANKS = [pytest.param(1, marks=pytest.mark.faults), pytest.param(2, marks=pytest.mark.faults), 3]  # three ranks show it
-STATELESS = ("DeviceStatsMonitor", "OnExceptionCheckpoint", "RichModelSummary")
+TOGETHER = ("LearningRateMonitor", "ModelCheckpoint", "DeviceStatsMonitor", "OnExceptionCheckpoint", "RichModelSummary")
+"""What moves no weights and stops no run."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("names", [*((name,) for name in CALLBACKS if name not in STATELESS), STATELESS], ids="-".join)
+@pytest.mark.parametrize("names", [*((name,) for name in CALLBACKS if name not in TOGETHER), TOGETHER], ids="-".join)
 def test_a_callback_goes_on(tmp_path, names, ranks):
     given = [{"class_path": f"lightning.pytorch.callbacks.{name}", "init_args": CALLBACKS[name]} for name in names]
     assert_goes_on(tmp_path, ranks, (*RUN, "--data.init_args.batch_size=4", "--model=tests.own.Regression"), *given)
