@@ -1,4 +1,4 @@
-"""Real processes: the same run on one and on two, under plain Python and torchrun."""
+"""Real processes: the same run on one and on two."""
 
 import json
 import socket
@@ -33,10 +33,9 @@ def alone(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("launcher", ["python", "torchrun"])
-def test_two_processes_make_the_same_run_as_one(alone, cli, launcher):
+def test_two_processes_make_the_same_run_as_one(alone, cli):
     words = (*FIT, RECORD, "--trainer.callbacks+=tests.probes.Threads", "--data.source.init_args.train_size=250")
-    run = cli(*words, "--trainer.devices=2") if launcher == "python" else cli(*words, torchrun=2)
+    run = cli(*words, "--trainer.devices=2")
     assert run.code == 0, run.output
     assert "1 host x 2 processes x micro-batch 8 x accumulation 2 = global batch 32" in run.output
     assert run.output.count("global batch") == 1  # nothing is printed by every rank
@@ -66,10 +65,11 @@ def test_two_processes_make_the_same_run_as_one(alone, cli, launcher):
     assert alone.curve("train/lr") == run.curve("train/lr")
 
 
-@pytest.mark.slow
-def test_independent_copies_are_refused(cli):
-    run = cli(*FIT, "--trainer.strategy=single_device", torchrun=2)
+def test_independent_copies_are_refused(quick):
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    run = quick(*FIT, "--trainer.strategy=single_device", TORCHELASTIC_RUN_ID="it", MASTER_ADDR="127.0.0.1", **ranks)
     assert run.code != 0
+    assert "torchrun started 2 processes" in run.output
     assert "HINT: set trainer.strategy=ddp" in run.output
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from project.errors import UserError
 from project.untrusted import cut_off_half_a_line
-from project.watch.comparison import compare, compare_with_itself, ranks_that_differed, surroundings
+from project.watch.comparison import compare, compare_with_itself, surroundings
 from project.watch.fingerprint_file import FILE, Recorded, Start, Step, read
 
 NAMES = ("body.0.weight", "body.1.weight", "head.weight", "head.bias")
@@ -120,12 +120,6 @@ def test_a_run_that_went_on():
     assert "others already" in compare_with_itself(elsewhere).lines[1]
 
 
-def test_a_rank_that_differed():
-    spoilt = run((START, steps(1, 2, s2=step(2, others={"1": "f" * 16}))))
-    assert ranks_that_differed(spoilt) == ["In a, rank 1 had other weights than rank 0 after step 2; all should have the same."]
-    assert ranks_that_differed(A) == []
-
-
 # Two runs ------------------------------------------------------------------------------------------------------------
 
 
@@ -139,12 +133,6 @@ def test_the_same_on_other_ranks_and_not_as_far():
     assert compare(A, run((replace(START, step=9), steps(10)))) is None
     unknown = step(2, losses={0: step(2).losses[0]})  # losses of other ranks of a run that failed
     assert compare(A, run((START, steps(1, 2, s2=unknown)), name="b")).same
-
-
-def test_other_weights_at_the_start():
-    text = report(A, run((replace(START, weights="f" * 16, tensors=b"abxd"), steps(1)), name="b"))
-    assert "they begin with other weights" in text
-    assert "1 of 4 tensors differ: head.weight. The first belongs to head (Linear)." in text
 
 
 def test_another_network():

@@ -26,7 +26,7 @@ from project.cli.watching import main as watch
 from project.watch.curves import Curves
 from project.watch.fields import Field, Importance, fitted
 from project.watch.progress import Progress, _epoch
-from tests.conftest import environment
+from tests.conftest import environment, fork
 
 FIT = ("fit", "--model=tests.watch.test_progress.Named", "--run=it", "--trainer.accelerator=cpu", "--trainer.max_epochs=3")
 MONITOR = ("--checkpoints.monitor=recall", "--checkpoints.mode=max", "--trainer.log_every_n_steps=5")
@@ -199,10 +199,10 @@ def test_the_last_frame_shows_the_epoch_in_which_the_run_ends(tmp_path: Path) ->
 def test_warnings_have_a_colour_on_a_terminal_alone(tmp_path: Path) -> None:
     def on_terminal(**extra: str) -> bytes:
         outer, inner = pty.openpty()
-        words = [sys.executable, "-m", "project", "fit", "--config=nope.yaml"]
-        run = subprocess.Popen(words, cwd=tmp_path, env=environment(TERM="xterm", **extra), stdout=inner, stderr=inner)
-        os.close(inner)
-        assert run.wait() == 2
+        words = ("project.__main__:main", tmp_path, "fit", "--config=nope.yaml")
+        run = fork(*words, output=Path(os.ttyname(inner)), TERM="xterm", **extra)
+        run.join()
+        assert run.exitcode == 2
         return os.read(outer, 65536)
 
     assert b"\x1b[1;31mERROR  \x1b[0m There is no config" in on_terminal()
