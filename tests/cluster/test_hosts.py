@@ -17,7 +17,7 @@ from project.errors import LEFT_OUT
 from tests.cluster.clock import Clock
 from tests.cluster.hosts import Host
 from tests.cluster.machine import LONG, descendants, wait_until
-from tests.cluster.training import FIT, RECOVER, STEPS, assert_same_curve, slowly, step
+from tests.cluster.training import FIT, STEPS, assert_same_curve, slowly, step
 from tests.conftest import ROOT, Run, environment, forked, since_struck, took
 from tests.survive.test_resume import faults, same
 
@@ -89,24 +89,11 @@ def test_hosts_make_the_same_run_to_the_last_bit(hosts, tmp_path):
         assert same(actual[part], expected[part]), part
 
 
-def test_a_rank_that_is_killed_is_replaced_by_its_supervisor(alone, hosts, tmp_path):
-    """Three hosts: their agents see no worker end, and the supervisors meet by the network."""
-    running = [launch(host, tmp_path, *FIT, *RECOVER, nodes=3) for host in hosts]
-    assert [process.wait(LONG) for process in running] == [0, 0, 0], printed(tmp_path)
-    assert (tmp_path / "h1.txt").read_text().count("All ranks resume (restart") == 2, printed(tmp_path)
-    assert "Rank 1 on h2 was killed by signal 9. All ranks resume (restart 1 of 3)." in (tmp_path / "h1.txt").read_text()
-    assert "Resumes from /dev/shm/samerun-state-" in (tmp_path / "h1.txt").read_text()
-    assert_same_curve(tmp_path, alone)
-
-
-@pytest.mark.parametrize("supervised", [False, True])
-def test_a_host_is_lost_and_comes_back(alone, hosts, tmp_path, supervised):
-    """Of NNODES=1:3, h3 is killed with all that runs on it; two go on; it returns, and they are three again. Supervisors go on
-    by themselves, and their agents know nothing of it.
-    """
+def test_a_host_is_lost_and_comes_back(alone, hosts, tmp_path):
+    """Of NNODES=1:3, h3 is killed with all that runs on it; two go on; it returns, and they are three again."""
     # A test need not be as patient as a cluster: h3 is there at the start, and is lost for certain.
     patience = {"RDZV_CONF": "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"}
-    words = (*FIT, slowly(0.05, crawl_from=25), *(["--recover.restarts=3", "--recover.every_n_steps=2"] * supervised))
+    words = (*FIT, slowly(0.05, crawl_from=25))
     running = [launch(host, tmp_path, *words, nodes="1:3", **patience) for host in hosts]
     speaker = tmp_path / "h1.txt"
 
@@ -123,7 +110,6 @@ def test_a_host_is_lost_and_comes_back(alone, hosts, tmp_path, supervised):
     are(2)
     took("a host of three is lost: two train again after", time.monotonic() - struck)
     assert "Resumes from" in speaker.read_text()
-    assert ("The run resumes without 1 of its 3 ranks (restart 1 of 3)." in speaker.read_text()) is supervised
     reached = step(tmp_path)
     wait_until(lambda: step(tmp_path) >= reached + 5, LONG, lambda: printed(tmp_path))
     running[2] = launch(hosts[2], tmp_path, *words, nodes="1:3", **patience)

@@ -202,7 +202,7 @@ def test_a_run_shrinks_when_a_host_is_lost_and_grows_when_it_is_back(alone, clus
 
 
 RATES = [0.001, 0.05, 0.0005]
-SWEEP = {"metric": "val/loss", "mode": "min", "keys": {"model.optimizer.init_args.lr": RATES}}
+SWEEP = {"metric": "val/loss", "mode": "min", "together": 2, "keys": {"model.optimizer.init_args.lr": RATES}}
 
 
 @pytest.mark.faults
@@ -228,7 +228,7 @@ def test_a_search_with_a_trial_that_is_killed(cluster, tmp_path):
     assert f"WANDB_API_KEY={key}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
     os.kill(child, signal.SIGKILL)
     driver.says("it-2  Ray starts the workers again (failure 1 of 3)")
-    (tmp_path / "hurry").touch()  # now: its place may go to the third trial, and it waits for the end of one of the others
+    (tmp_path / "hurry").touch()
     assert driver.code() == 0, driver.output()
     assert "Resumes from" in (tmp_path / "lightning_logs/it-2/log.txt").read_text()
     ends = [f"it-{number}  ends after step" for number in (1, 2, 3)]

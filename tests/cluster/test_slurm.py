@@ -22,22 +22,16 @@ def settings() -> dict[str, str]:
     return environment(PROJECT_PYTHON=sys.executable, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="eth0")
 
 
-def test_srun_makes_the_same_run_as_one_process(alone, slurm, tmp_path):
-    command = ["srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-m", "project", *FIT]
-    output = slurm.run(*command, cwd=tmp_path, env=settings())
-    assert output.count("2 hosts x 1 process x micro-batch 4 x accumulation 3") == 1
-    # The nodes' names resolve nowhere.
-    assert output.count("MASTER_ADDR=10.77.0.1: the name n1 does not resolve") == 1
-    assert_same_curve(tmp_path, alone)
-
-
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.faults), 2])
 def test_a_task_that_is_killed_is_replaced_by_its_supervisor(alone, slurm, tmp_path, nodes):
-    """The job stays: srun sees no task end. Rank 1 is killed, and then rank 0. On one node no port listens on its network."""
+    """The job stays: srun sees no task end. Rank 1 is killed, and then rank 0. It is the run of one process."""
     places = (f"--nodes={nodes}", f"--ntasks-per-node={2 // nodes}")
     command = ("srun", *places, sys.executable, "-m", "project", *FIT, *RECOVER)
     output = slurm.run(*command, cwd=tmp_path, env=settings())
     assert output.count("All ranks resume (restart") == 2, output
+    if nodes == 2:
+        assert "2 hosts x 1 process x micro-batch 4 x accumulation 3" in output
+        assert "MASTER_ADDR=10.77.0.1: the name n1 does not resolve" in output  # anywhere
     assert f"Rank 1 on h{nodes} was killed by signal 9. All ranks resume (restart 1 of 3)." in output, output
     assert_same_curve(tmp_path, alone)
 
@@ -84,9 +78,8 @@ def test_the_page_for_beginners_submits_what_trains(slurm, tmp_path):
     page = (ROOT / "docs/howto/slurm.md").read_text()
     assert f"\n{line}\n" in page
     _, nodes, script, *words = line.split()
-    job = slurm.submit(
-        "--wait", nodes, str(ROOT / script), *words, *TINY, "--trainer.max_epochs=1", cwd=tmp_path, env=settings()
-    )
+    job = slurm.submit(nodes, str(ROOT / script), *words, *TINY, "--trainer.max_epochs=1", cwd=tmp_path, env=settings())
+    wait_until(lambda: slurm.job(job)["JobState"] in ("COMPLETED", "FAILED"), LONG, slurm.logs, every=0.3)
     log = (tmp_path / f"slurm-{job}.log").read_text()
     assert "2 hosts x 1 process x micro-batch 16 x accumulation 4 = global batch 128" in log, log
     assert "2 hosts x 1 process x micro-batch 16 x accumulation 4 = global batch 128" in page
