@@ -131,23 +131,6 @@ def test_an_error_of_another_rank_is_the_cause(quick: Cli, capsys: pytest.Captur
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_is_the_cause_everywhere(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--data.source.train.init_args.on=1", "--data.source.train.init_args.how=kill", "--trainer.devices=2")
-    run = cli(*BROKEN, *words, timeout=STUCK)
-    assert run.code == 75
-    why = f"rank 1 on {HOST} was killed by signal 9"
-    last = run.output.splitlines()[-1]
-    assert f"lost another rank: {why}. There is no checkpoint yet: the same command begins anew." in last
-    (folder,) = run.runs
-    assert json.loads((folder / "life.jsonl").read_text().splitlines()[-1])["why"] == f"{why}."
-    assert summary(run)["cause"] == f"{why}."
-    assert (folder / "report.html").read_text().count(why) >= 2  # the state, and the red mark
-    assert watch([str(folder), "--once"]) == 1
-    assert f"failed: {why}" in capsys.readouterr().out
-    assert "Connection closed" not in "".join(file.read_text() for file in (folder / "report.html", folder / "life.jsonl"))
-
-
-@pytest.mark.slow
 def test_who_is_left_says_what_filled_the_memory_and_what_to_lower(cli: Cli, cgroup: None) -> None:
     words = ("--data.source.train.init_args.on=1", "--data.source.train.init_args.how=hog", "--trainer.devices=2")
     run = cli(*BROKEN, *words, CRAMPED[0], "--trainer.callbacks.rank=1", timeout=STUCK)

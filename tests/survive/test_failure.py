@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from project.cli.watching import main as watch
 from tests.conftest import TINY, since_struck, took
 
 HOST = socket.gethostname()
@@ -143,7 +144,7 @@ def test_an_error_in_a_loader_process_is_its_ranks(cli):
 @pytest.mark.parametrize(
     ("how", "what"),
     [
-        ("kill", "was killed by signal 9. HINT: "),
+        pytest.param("kill", "was killed by signal 9. HINT: ", marks=pytest.mark.faults),  # as "hog"
         ("hog", "was killed by signal 9, and its cgroup reports an OOM kill. HINT: "),
         ("exit", "has ended.* no error. HINT: "),
     ],
@@ -160,7 +161,7 @@ def test_a_loader_process_that_is_killed_is_named_and_not_the_network(quick, how
     assert re.search(f"ERROR   Loader process \\d+ of this rank {what}.*$", run.output.rstrip()), run.output
 
 
-def test_a_rank_that_is_killed_ends_the_others_which_say_so(cli):
+def test_a_rank_that_is_killed_ends_the_others_which_say_so(cli, capsys):
     words = ("--data.source.train.init_args.on=1", "--data.source.train.init_args.how=kill", "--trainer.devices=3")
     run = cli(*BROKEN, "--data.global_batch_size=24", *words, timeout=STUCK)
     seconds = since_struck(run.folder)
@@ -168,9 +169,18 @@ def test_a_rank_that_is_killed_ends_the_others_which_say_so(cli):
     assert seconds < SOON
     assert run.code == 75
     assert run.output.count(f"rank 1 on {HOST} was killed by signal 9.") == 2  # its warden, and rank 0, which is the last
-    assert f"[rank 0, {HOST}] lost another rank: rank 1 on {HOST} was killed by signal 9." in run.output.splitlines()[-1]
+    why = f"rank 1 on {HOST} was killed by signal 9."
+    last = f"[rank 0, {HOST}] lost another rank: {why} There is no checkpoint yet: the same command begins anew."
+    assert last in run.output.splitlines()[-1]
     assert run.output.count("lost another rank") == 1
     assert "Traceback" not in run.output
+    (folder,) = run.runs
+    life, report = (folder / "life.jsonl").read_text(), (folder / "report.html").read_text()
+    assert json.loads(life.splitlines()[-1])["why"] == json.loads((folder / "summary.json").read_text())["cause"] == why
+    assert report.count(why[:-1]) >= 2  # the state, and the red mark
+    assert watch([str(folder), "--once"]) == 1
+    assert f"failed: {why[:-1]}" in capsys.readouterr().out
+    assert "Connection closed" not in report + life
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.faults), 2])

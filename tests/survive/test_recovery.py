@@ -118,17 +118,16 @@ def final(folder: Path) -> dict[str, object]:
             "torchrun",
             2,
             [{"rank": 1, "step": 4, "where": "validation"}, {"rank": 0, "step": 8}],
-            marks=pytest.mark.faults,  # as "own" below and "minires" with torchrun
+            marks=pytest.mark.faults,  # as "own" below and "sharded" with torchrun
         ),
-        pytest.param("sharded", "torchrun", 3, [{"rank": 2, "step": 5}, {"rank": 1, "step": 9}], marks=pytest.mark.slow),
-        ("own", "python", 1, [{"rank": 0, "step": 1}, {"rank": 0, "step": 6}]),
         pytest.param(
-            "minires",
+            "sharded",
             "torchrun",
-            2,
-            [{"rank": 0, "step": 0}, {"rank": 0, "step": 9}, {"rank": 1, "step": 9}],
+            3,
+            [{"rank": 0, "step": 0}, {"rank": 2, "step": 5}, {"rank": 1, "step": 9}, {"rank": 2, "step": 9}],
             marks=pytest.mark.slow,
         ),
+        ("own", "python", 1, [{"rank": 0, "step": 1}, {"rank": 0, "step": 6}]),
     ],
 )
 def test_a_run_whose_ranks_are_killed_is_the_run_of_ranks_that_are_not(tmp_path, run, launcher, ranks, strikes):
@@ -194,7 +193,7 @@ def test_only_classes_that_are_known_to_touch_nothing_are_made_early(class_path,
         assert touches_nothing(config) is known
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_sixteen_ranks_of_which_one_is_killed_give_the_bits_of_one_process(tmp_path):
     killed, alone = tmp_path / "killed", tmp_path / "alone"
     killed.mkdir()
@@ -372,15 +371,6 @@ def test_ranks_that_are_lost_again_and_again_are_given_up(tmp_path):
     wait_until((folder / "report.html").is_file, 60, "no rank is left that writes the report")
 
 
-@pytest.mark.slow
-def test_in_a_pod_it_is_said_how_to_keep_others_from_a_bad_node(tmp_path):
-    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "PROJECT_NODE": "node-7"}
-    done = program(tmp_path, *RUNS["own"], *RECOVER, "--recover.strikes=1", faults({"rank": 0, "step": 6}), **pod)
-    assert done.code == 0, done.output
-    hint = "All ranks resume (restart 1 of 9). HINT: kubectl cordon node-7 keeps new pods from there"
-    assert f"(on node-7) has lost ranks 1 times within an hour. {hint}" in done.output
-
-
 def test_without_the_process_that_forks_ranks_none_is_promised(tmp_path):
     supervisor = start(tmp_path, "--trainer.devices=2")
     wait_until(lambda: has_trained(tmp_path), 120, lambda: (tmp_path / "output.txt").read_text())
@@ -422,9 +412,13 @@ def test_a_copy_in_memory_is_due_when_the_last_one_has_cost_a_hundredth_of_the_t
 
 
 def test_the_newest_state_in_memory_is_resumed_from_and_steps_are_few(tmp_path):
-    words = (*RUNS["own"], *RECOVER, "--trainer.devices=2", "--doctor=true")
-    done = program(tmp_path, *words, faults({"rank": 1, "step": 8}))
+    """In a pod, where it is said how to keep others from a bad node."""
+    words = (*RUNS["own"], *RECOVER, "--recover.strikes=1", "--trainer.devices=2", "--doctor=true")
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "PROJECT_NODE": "node-7"}
+    done = program(tmp_path, *words, faults({"rank": 1, "step": 8}), **pod)
     assert done.code == 0, done.output
+    hint = "All ranks resume (restart 1 of 9). HINT: kubectl cordon node-7 keeps new pods from there"
+    assert f"(on node-7) has lost ranks 1 times within an hour. {hint}" in done.output
     assert done.output.count("The doctor's findings") == 1
     assert "step-000000008.ckpt" in done.output or "step-000000006.ckpt" in done.output, done.output
     lines = [json.loads(line) for line in (tmp_path / "lightning_logs/it/life.jsonl").read_text().splitlines()]
