@@ -188,21 +188,13 @@ def test_every_prediction_is_there_once(place, train):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "steps"), [("planned", (3, 5, 7, 9)), pytest.param("gpt", (2, 3, 4, 4), marks=pytest.mark.faults)]
-)
+@pytest.mark.parametrize(("name", "steps"), [("planned", (3, 5, 8)), pytest.param("gpt", (2, 3, 4), marks=pytest.mark.faults)])
 def test_killed_and_resumed_on_other_ranks(place, train, name, steps):
     """Each start has the bits of the checkpoint, weights and optimiser, whoever wrote it; the end is that of one rank."""
     folder = place / f"killed-{name}"
     folder.mkdir()
     average = (EMA,) if name == "planned" else ()  # of float32 for DDP, where the network is not of float64 by itself
-    starts = [
-        (3, DDP),
-        (4, sharded(tensor_parallel=2)),
-        (2, sharded()),
-        (4, sharded(tensor_parallel=4)),
-        (3, sharded(tensor_parallel=3)),
-    ]
+    starts = [(3, DDP), (4, sharded(tensor_parallel=2)), (3, sharded(tensor_parallel=3)), (2, sharded(tensor_parallel=1))]
     before = None
     for (ranks, strategy), step in zip(starts, (*steps, None), strict=True):
         fault = json.loads(faults(*([{"rank": ranks - 1, "step": step}] if step else [])).partition("=")[2])
