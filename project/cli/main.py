@@ -62,6 +62,7 @@ from project.launch.fork_server import (
     builds_early,
     is_fork_server,
     is_forked,
+    is_spare,
     report_small_build,
     serve,
 )
@@ -82,6 +83,7 @@ from project.survive.failure import BY_COMMAND, cause_of, exit_at_once, exit_cod
 from project.survive.hang.watchdog import Watchdog
 from project.survive.recovery import Recovery
 from project.survive.requeue import listen_for_signals
+from project.survive.signals import SIGNALS
 from project.tracebacks import Folded, title
 from project.trainer import Trainer
 from project.typed import Configuration, callbacks_of
@@ -259,7 +261,7 @@ class ProjectCLI(LightningCLI):
                 "recover.restarts needs ranks that are processes of their own. HINT: take trainer.strategy=ddp or sharded, and "
                 "a number for trainer.devices."
             )
-        _ = self._changed
+        _ = commit_of_run(), self._changed
         self.parser.build = self._build
         kinds = [self.model_class, self.datamodule_class]
         own = any(not kind.__module__.startswith(("project.", "lightning.")) for kind in kinds if kind is not None)
@@ -268,8 +270,10 @@ class ProjectCLI(LightningCLI):
             self.parser.build = lambda make: objects
         elif not own and touches_nothing(self.config[self.subcommand]):
             self.parser.build = lambda make: report_small_build(partial(self._build, make))
-        await_orders()
-        _begin_rank()
+        if is_spare():
+            await_orders()
+            listen_for_signals()
+            open_log(detect().rank, host())  # for a terminal, it may be
 
     def _is_built_by_rank_0(self) -> bool:
         """Returns whether the strategy gives the other ranks rank 0's network, block by block."""
@@ -520,7 +524,6 @@ def _fork_ranks() -> None:
     )
     count = early_start.ranks(devices, accelerator, early_start.gpus()) if early_start.starts_ranks(strategy) else 1
     by_engine = detect().kind != "python"
-    commit_of_run()  # once, for all ranks and restarts
     contents = {path: path.read_bytes() for path in Parser.configs}
     serve(0 if by_engine else count or 1)
     for path, content in contents.items():  # a rank that is started again has the configuration that the run began with
@@ -530,7 +533,12 @@ def _fork_ranks() -> None:
             (folder / path.name).write_bytes(content)
             sys.argv = [str(folder / path.name) if word == str(path) else word for word in sys.argv]
     Parser.configs = named_configs(sys.argv)
-    _begin_rank()
+    rank = detect().rank
+    for of_first in (rank_zero_only, torchmetrics.utilities.prints.rank_zero_only):
+        vars(of_first)["rank"] = rank  # which was set when the library was loaded
+    open_log(rank, host())
+    if not is_spare():
+        listen_for_signals()
 
 
 def _seed_imports() -> None:
@@ -539,15 +547,6 @@ def _seed_imports() -> None:
     seed: object = option(sys.argv, "--seed_everything") or (seeds[-1] if seeds else 0)
     with suppress(ValueError):  # which the parser reports
         seed_everything(int(str(seed)), verbose=False)
-
-
-def _begin_rank() -> None:
-    """Gives this process what a rank has from its start."""
-    rank = detect().rank
-    for of_first in (rank_zero_only, torchmetrics.utilities.prints.rank_zero_only):
-        vars(of_first)["rank"] = rank  # which was set when the library was loaded
-    listen_for_signals()
-    open_log(rank, host())
 
 
 def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Trainer) -> None:
@@ -606,7 +605,9 @@ def _end(error: Exception, rank: int) -> int:
     else:
         code = exit_code(error)
         if (code == WRONG and rank > 0) or early_start.undecided():
-            time.sleep(10)  # who started this process ends it when rank 0 has: not before that one has said why
+            until = time.monotonic() + 10  # who started this process ends it when rank 0 has: not before that one has said why
+            while SIGNALS.noted is None and time.monotonic() < until:
+                time.sleep(0.05)
         if not isinstance(error, LaunchError) or rank == 0 or os.environ.get("LOCAL_RANK") == "0":
             report_error(error, rank, host())  # rank 0, it seems, has not found the same
     if run is not None and (trainer is None or (code == WRONG and not trainer.global_step)):

@@ -106,6 +106,11 @@ def is_forked() -> bool:
     return bool(_SPARE or _SUPERVISOR)
 
 
+def is_spare() -> bool:
+    """Returns whether this process is not needed as a rank yet."""
+    return bool(_SPARE)
+
+
 def builds_early() -> bool:
     """Returns whether this process is a spare that is to make the objects of the configuration before it is needed."""
     return any(spare.builds for spare in _SPARE)

@@ -44,7 +44,7 @@ PORT = "PROJECT_SUPERVISOR_PORT"
 """The environment variable with the port at which the supervisor of the first rank listens, where each rank has its own."""
 REPLACES_HOSTS = "PROJECT_REPLACES_HOSTS"
 """The environment variable that Ray's driver sets where it can start the ranks again on other hosts, when they have ended."""
-_SPARES_AFTER = 2.0  # seconds: ranks that have just been started need the cores themselves
+_SPARES_AFTER = 2.0  # seconds from a rank's first message: ranks that are being set up need the cores themselves
 _GRACE = 20.0  # seconds that the other ranks have to end by themselves when one has failed
 _LOOK = 0.5  # seconds between two looks whether the fork server lives
 _ACKNOWLEDGEMENT, _ANSWER = 10.0, 90.0  # seconds that another supervisor waits for the first one's roll call, and its decision
@@ -75,7 +75,7 @@ class Supervisor:
         """Starts the fork server. `rank`: its first rank; `world_size`: where an engine starts the ranks, their number."""
         self._memory, self._rank = memory, rank
         self._numbers: dict[str, str] = {}  # of the ranks, where they are no longer those that the engine gave them
-        self._host, self._until = host(), inf
+        self._host, self._until, self._spares_at = host(), inf, inf
         self._attempt = 0
         self._requested: int | None = None  # the first signal that asked the run to stop
         self._life: Path | None = None  # the file in which rank 0 records the run's starts and stops
@@ -139,12 +139,12 @@ class Supervisor:
         self._children.add_ranks(pids, self._rank)
         if self._requested is not None:  # the signal came while there was no rank
             self._pass_on(self._requested, None)
-        self._until, self._unanswered, spares_at = inf, "", time.monotonic() + _SPARES_AFTER
+        self._until, self._unanswered, self._spares_at = inf, "", inf
         while self._children.alive or (self._unanswered and not self._peers.is_alone):
-            ready = self._select(min(self._until, spares_at) - time.monotonic())
-            if time.monotonic() > spares_at:
+            ready = self._select(min(self._until, self._spares_at) - time.monotonic())
+            if time.monotonic() > self._spares_at:
                 self._request_spares()
-                ready, spares_at = [], inf
+                ready, self._spares_at = [], inf
             restart = self._answer(ready)
             if restart is not None:
                 return restart
@@ -190,6 +190,8 @@ class Supervisor:
         for facts in [receive(self._facts)] if self._facts in ready else []:
             if facts.get("attempt") != self._attempt:  # of a rank that is dead by now
                 continue
+            if not self._children.spares:
+                self._spares_at = min(self._spares_at, time.monotonic() + _SPARES_AFTER)
             self._life = Path(facts["life"]) if "life" in facts else self._life
             self._small_builds |= {facts["small"]} if "small" in facts else set()
             for rank in self._children.alive if "reported" in facts else ():

@@ -25,7 +25,7 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 KILLS_IN_A_TURN = 2
-SPARES_AFTER = 3.0  # seconds after a start: by then its spare ranks are there
+SPARES_AFTER = 4.0  # seconds after a start: by then its spare ranks are there, and have imported the user's code
 LONG = (
     *("--trainer.max_epochs=1000000", "--trainer.threads=1", "--trainer.limit_val_batches=0"),
     "--trainer.callbacks+=scripts.measure.recovery.Steps",
