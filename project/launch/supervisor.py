@@ -310,7 +310,7 @@ class Supervisor:
             bad_hosts: hosts that have lost too many ranks, and that the run can't do without.
         """
         if self._requested is not None:
-            return False
+            refusal = f"The run was to stop ({signal.Signals(self._requested).name})"
         if not refusal and self._children.server.poll() is not None:
             refusal = "The process from which ranks are forked has ended"
         if not has_enough:
@@ -324,13 +324,22 @@ class Supervisor:
             pods_away = f"kubectl cordon {' '.join(map(node_of, bad_hosts))} keeps new pods from there"
             advice = f" HINT: {pods_away} (or a nodeAffinity in the manifest)."
         if refusal:
-            is_queued = is_excluded and REQUEUE.requeue()
-            again = "The job is back in the queue." if is_queued else "The same command resumes the run."
+            is_queued = (is_excluded or self._requested == signal.SIGUSR1) and REQUEUE.requeue()
+            again = "The job is back in the queue." if is_queued else self._resumption()
             self._report(f"{loss} {refusal}: not restarted. {again}{advice}")
             return False
         who = f"The run resumes without {len(missing)} of its {self._members.ranks} ranks" if missing else "All ranks resume"
         self._report(f"{loss} {who} (restart {self._losses}).{advice}")
         return True
+
+    def _resumption(self) -> str:
+        """Returns from where the run resumes when the copies in memory are gone, in a sentence."""
+        checkpoint, newest = self._newest_checkpoint(), self._newest_state().removesuffix(".json")
+        again = "begins anew" if self._life is not None and checkpoint is None else "resumes the run"
+        if newest <= (checkpoint.stem if checkpoint else ""):
+            return f"The same command {again}."
+        start = f" from {checkpoint.name}" if checkpoint else ""
+        return f"The same command {again}{start}: the copies in memory, up to {newest}, are lost."
 
     def _report(self, text: str) -> None:
         """Prints a warning, and writes it into the run's log, where it is known."""

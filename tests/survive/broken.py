@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
+from project.cluster.place import MEMORY
 from project.cluster.processes import children
 from project.errors import UserError
 from tests.cluster.machine import wait_until
@@ -92,4 +94,26 @@ class KilledWithSpares(Callback):
         if trainer.global_step == 3 and trainer.global_rank == 1 and not Path("struck").exists():
             wait_until(lambda: len(children(os.getppid())) == 1 + 2 * trainer.world_size, 60, "no spares")
             Path("struck").write_text(str(len(list(Path().glob("made-*")))))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KilledAfterSignal(Callback):
+    """In the sixth step, rank 0 sends SIGTERM to itself or to its supervisor, and rank 1 is killed half a second later, when
+    the copy of that step is in memory.
+    """
+
+    def __init__(self, to_supervisor: bool) -> None:
+        self.to_supervisor, self.sent = to_supervisor, Path("sent")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step != 5 or (self.sent.exists() and trainer.global_rank == 0):
+            return
+        if trainer.global_rank == 0:
+            self.sent.touch()
+            os.kill(os.getppid() if self.to_supervisor else os.getpid(), signal.SIGTERM)
+        elif not Path("struck").exists():
+            copy = Path(os.environ[MEMORY], "step-000000005.json")
+            wait_until(lambda: self.sent.exists() and copy.exists(), 60, "no signal, or no copy")
+            time.sleep(0.5)
+            Path("struck").touch()
             os.kill(os.getpid(), signal.SIGKILL)

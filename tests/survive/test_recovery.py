@@ -272,6 +272,18 @@ def test_a_signal_stops_the_ranks_with_a_checkpoint_and_starts_none_again(tmp_pa
     assert processes_of(tmp_path) == []
 
 
+@pytest.mark.parametrize("to_supervisor", [True])
+def test_a_stop_is_not_forgotten_where_a_rank_is_lost_before_it(tmp_path, to_supervisor):
+    stop = {"class_path": "tests.survive.broken.KilledAfterSignal", "init_args": {"to_supervisor": to_supervisor}}
+    words = (*RUNS["own"], "--recover.restarts=9", "--recover.every_n_steps=1", "--trainer.devices=2")
+    done = program(tmp_path, *words, f"--trainer.callbacks={json.dumps([stop])}")
+    assert done.code == 75, done.output
+    lost = r"Rank 1 on .* was killed by signal 9\. The run was to stop \(SIGTERM\): not restarted\. The same command "
+    lost += r"resumes the run from step-000000004\.ckpt: the copies in memory, up to step-000000005, are lost\."
+    for text in (done.output, (tmp_path / "lightning_logs/it/log.txt").read_text()):
+        assert re.search(lost, text), done.output
+
+
 def test_an_error_of_the_users_ends_the_run_at_once(tmp_path):
     done = program(tmp_path, *RUNS["own"], *RECOVER, "--trainer.devices=2", "--model=tests.survive.broken.Broken")
     assert (done.code, done.output.count("Traceback")) == (1, 1), done.output
@@ -379,7 +391,7 @@ def test_without_the_process_that_forks_ranks_none_is_promised(tmp_path):
     os.kill(ranks[0], signal.SIGKILL)
     assert supervisor.wait(60) == 75
     output = (tmp_path / "output.txt").read_text()
-    assert "The process from which ranks are forked has ended: not restarted. The same command resumes the run." in output
+    assert "The process from which ranks are forked has ended: not restarted. The same command " in output
     assert "All ranks resume" not in output
     wait_until(lambda: not processes_of(tmp_path), 30, lambda: str(processes_of(tmp_path)))
 
