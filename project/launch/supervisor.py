@@ -77,7 +77,8 @@ class Supervisor:
         self._numbers: dict[str, str] = {}  # of the ranks, where they are no longer those that the engine gave them
         self._host, self._until, self._spares_at = host(), inf, inf
         self._attempt = 0
-        self._requested: int | None = None  # the first signal that asked the run to stop
+        self._requested: int | None = None  # the first signal that asked the run to stop, here or in a rank
+        self._has_failed = False  # whether a rank has reported an error, after which the others are sent a signal from here
         self._life: Path | None = None  # the file in which rank 0 records the run's starts and stops
         self._losses, self._strikes = Losses(restarts), Strikes(strikes)
         self._end: int | None = None  # the exit code, once the run is given up
@@ -140,6 +141,7 @@ class Supervisor:
         if self._requested is not None:  # the signal came while there was no rank
             self._pass_on(self._requested, None)
         self._until, self._unanswered, self._spares_at = inf, "", inf
+        self._has_failed = False
         while self._children.alive or (self._unanswered and not self._peers.is_alone):
             ready = self._select(min(self._until, self._spares_at) - time.monotonic())
             if time.monotonic() > self._spares_at:
@@ -187,19 +189,7 @@ class Supervisor:
 
     def _answer(self, ready: list[Input]) -> bool | None:
         """Handles messages. Returns whether the ranks are to be started again, where one of them decides that."""
-        for facts in [receive(self._facts)] if self._facts in ready else []:
-            if facts.get("attempt") != self._attempt:  # of a rank that is dead by now
-                continue
-            if not self._children.spares:
-                self._spares_at = min(self._spares_at, time.monotonic() + _SPARES_AFTER)
-            self._life = Path(facts["life"]) if "life" in facts else self._life
-            self._small_builds |= {facts["small"]} if "small" in facts else set()
-            for rank in self._children.alive if "reported" in facts else ():
-                if rank.number != facts["reported"]:  # an error that need not be repeated
-                    os.kill(rank.pid, signal.SIGTERM)
-            if "secret" in facts:
-                place = facts["address"], facts["port"]
-                self._peers.connect(*place, facts["secret"], facts["ranks"] - 1, self._rank, self._host)
+        self._read_facts()
         received = [*self._peers.messages(ready)]
         if self._rank == 0:
             reports = [message for message in received if "lost" in message and message["attempt"] == self._attempt]
@@ -225,6 +215,25 @@ class Supervisor:
             self._end = TRY_AGAIN
             return False
         return bool(decisions) or None
+
+    def _read_facts(self) -> None:
+        """Handles what the ranks of this start have sent."""
+        while readable([self._facts], 0.0) and (facts := receive(self._facts)):
+            if facts.get("attempt") != self._attempt:
+                continue
+            if not self._children.spares:
+                self._spares_at = min(self._spares_at, time.monotonic() + _SPARES_AFTER)
+            self._life = Path(facts["life"]) if "life" in facts else self._life
+            self._small_builds |= {facts["small"]} if "small" in facts else set()
+            self._has_failed |= "reported" in facts
+            if "signal" in facts and not self._has_failed:
+                self._requested = self._requested or facts["signal"]
+            for rank in self._children.alive if "reported" in facts else ():
+                if rank.number != facts["reported"]:  # an error that need not be repeated
+                    os.kill(rank.pid, signal.SIGTERM)
+            if "secret" in facts:
+                place = facts["address"], facts["port"]
+                self._peers.connect(*place, facts["secret"], facts["ranks"] - 1, self._rank, self._host)
 
     def _follow(self, decision: Message) -> bool:
         """Follows a decision of the first supervisor. Returns whether the ranks are to be started again."""
@@ -285,11 +294,12 @@ class Supervisor:
         return self._follow(decision)
 
     def _kill(self) -> None:
-        """Kills all ranks. Ends this process where one of them can't be killed."""
+        """Kills all ranks, and reads what they have sent till then. Ends this process where one of them can't be killed."""
         if not self._children.kill():
             numbers = self._children.living_numbers
             self._report(f"Ranks can't be killed: {numbers}. They wait for a disk or a device in the kernel.")
             raise SystemExit(TRY_AGAIN)
+        self._read_facts()
 
     def _newest_checkpoint(self) -> Path | None:
         return max(self._life.parent.glob("checkpoints/step-*.ckpt"), default=None) if self._life else None

@@ -180,7 +180,12 @@ REQUEUE = Requeue()
 
 
 def listen_for_signals() -> None:
-    """Notes the signals that end this process, from here on; a second one ends it at once."""
+    """Notes the signals that end this process, from here on, and reports the first to the supervisor, where there is one: it
+    starts no rank again then. A second one ends the process at once.
+    """
+    from project.launch.fork_server import tell_supervisor  # which loads this file
+
+    SIGNALS.report = lambda number: tell_supervisor(signal=number)
     SIGNALS.at_first = REQUEUE.begin_countdown
     SIGNALS.listen(signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     SIGNALS.exit_at_second_signal()

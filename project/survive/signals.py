@@ -34,6 +34,8 @@ class Signals:
         self.noted: signal.Signals | None = None
         self.at_first: Callable[[signal.Signals], None] | None = None
         """Called with the first one, as soon as it is noted."""
+        self.report: Callable[[int], None] | None = None
+        """Called with the first one in a thread, also where the main thread can note none."""
         self._since = 0.0
         self._before: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
 
@@ -79,11 +81,13 @@ class Signals:
         """
         first: float | None = None
         while number := os.read(reader, 1):
-            if number[0] not in self._before:
+            if signal.getsignal(number[0]) != self._note:  # a user's code has a use of its own for it
                 continue
             now = time.monotonic()
             if first is None:
                 first = now
+                if self.report is not None:
+                    self.report(number[0])
             elif now - first > _SAME:
                 os._exit(EXIT_CODES[signal.Signals(number[0])])
 

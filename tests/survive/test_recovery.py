@@ -272,7 +272,7 @@ def test_a_signal_stops_the_ranks_with_a_checkpoint_and_starts_none_again(tmp_pa
     assert processes_of(tmp_path) == []
 
 
-@pytest.mark.parametrize("to_supervisor", [True])
+@pytest.mark.parametrize("to_supervisor", [False, pytest.param(True, marks=pytest.mark.faults)])
 def test_a_stop_is_not_forgotten_where_a_rank_is_lost_before_it(tmp_path, to_supervisor):
     stop = {"class_path": "tests.survive.broken.KilledAfterSignal", "init_args": {"to_supervisor": to_supervisor}}
     words = (*RUNS["own"], "--recover.restarts=9", "--recover.every_n_steps=1", "--trainer.devices=2")
