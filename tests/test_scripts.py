@@ -150,6 +150,9 @@ def test_a_supervisor_does_not_blame_the_host_of_a_rank_that_nccl_ended():
     aborted = Rank(1, os.getpid(), OomKills(os.getpid()), int(signal.SIGABRT))
     assert (aborted.code, aborted.killed_by) == (75, 0)
     assert aborted.describe_loss("h1") == "rank 1 on h1 was ended by SIGABRT: NCCL or another library gave up."
+    ended = Rank(0, os.getpid(), OomKills(os.getpid()), 75 << 8)
+    assert ended.describe_loss("h1") == "rank 0 on h1 can't go on (exit code 75): see its last message."
+    assert ended.describe_loss("h1", "rank 0 on h1 has made no progress.") == "rank 0 on h1 has made no progress."
     killed = Rank(1, os.getpid(), OomKills(os.getpid()), int(signal.SIGKILL))
     assert (killed.code, killed.killed_by) == (137, 9)
 

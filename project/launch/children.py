@@ -37,13 +37,18 @@ class Rank:
         """Returns the signal that killed the rank, or 0."""
         return self.code - 128 if self.status is not None and os.WIFSIGNALED(self.status) and self.code > 128 else 0
 
-    def describe_loss(self, host: str) -> str:
-        """Returns how the rank was lost, in a sentence; '' if it ended normally or on request."""
+    def describe_loss(self, host: str, reason: str = "") -> str:
+        """Returns how the rank was lost, in a sentence; '' if it ended normally or on request.
+
+        `reason`: why all ranks end, where they have reported that.
+        """
         if self.killed_by and self.killed_by not in ENDING:
             return f"rank {self.number} on {host} was killed by signal {self.killed_by}{self.oom_kills}."
         if self.status is not None and os.WIFSIGNALED(self.status) and self.code == TRY_AGAIN:
             return f"rank {self.number} on {host} was ended by SIGABRT: NCCL or another library gave up{self.oom_kills}."
-        return f"rank {self.number} on {host} lost another rank." if self.code == TRY_AGAIN else ""
+        if self.code != TRY_AGAIN:
+            return ""
+        return reason or f"rank {self.number} on {host} can't go on (exit code {TRY_AGAIN}): see its last message."
 
 
 class Children:

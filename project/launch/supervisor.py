@@ -44,6 +44,8 @@ PORT = "PROJECT_SUPERVISOR_PORT"
 """The environment variable with the port at which the supervisor of the first rank listens, where each rank has its own."""
 REPLACES_HOSTS = "PROJECT_REPLACES_HOSTS"
 """The environment variable that Ray's driver sets where it can start the ranks again on other hosts, when they have ended."""
+_ENGINES = {REPLACES_HOSTS, "KUBERNETES_SERVICE_HOST", "SLURM_JOB_ID"}
+"""Environment variables of engines that may start a run of one host on another."""
 _SPARES_AFTER = 2.0  # seconds from a rank's first message: ranks that are being set up need the cores themselves
 _GRACE = 20.0  # seconds that the other ranks have to end by themselves when one has failed
 _LOOK = 0.5  # seconds between two looks whether the fork server lives
@@ -79,6 +81,7 @@ class Supervisor:
         self._attempt = 0
         self._requested: int | None = None  # the first signal that asked the run to stop, here or in a rank
         self._has_failed = False  # whether a rank has reported an error, after which the others are sent a signal from here
+        self._reason = ""  # why all ranks end by themselves, to be started again
         self._life: Path | None = None  # the file in which rank 0 records the run's starts and stops
         self._losses, self._strikes = Losses(restarts), Strikes(strikes)
         self._end: int | None = None  # the exit code, once the run is given up
@@ -141,7 +144,7 @@ class Supervisor:
         if self._requested is not None:  # the signal came while there was no rank
             self._pass_on(self._requested, None)
         self._until, self._unanswered, self._spares_at = inf, "", inf
-        self._has_failed = False
+        self._has_failed, self._reason = False, ""
         while self._children.alive or (self._unanswered and not self._peers.is_alone):
             ready = self._select(min(self._until, self._spares_at) - time.monotonic())
             if time.monotonic() > self._spares_at:
@@ -151,7 +154,7 @@ class Supervisor:
             if restart is not None:
                 return restart
             for rank in self._children.reap():
-                loss = rank.describe_loss(self._host)
+                loss = rank.describe_loss(self._host, self._reason)
                 if loss and not self._unanswered:
                     where = self._host if rank.killed_by else ""
                     if self._rank == 0:
@@ -225,6 +228,7 @@ class Supervisor:
                 self._spares_at = min(self._spares_at, time.monotonic() + _SPARES_AFTER)
             self._life = Path(facts["life"]) if "life" in facts else self._life
             self._small_builds |= {facts["small"]} if "small" in facts else set()
+            self._reason = facts.get("reason", self._reason)
             self._has_failed |= "reported" in facts
             if "signal" in facts and not self._has_failed:
                 self._requested = self._requested or facts["signal"]
@@ -278,8 +282,9 @@ class Supervisor:
         if self._requested is not None or not has_enough or self._losses.is_repeated:  # or this host may be cut off
             culprits = []
         left_out, needed = list[str](), list[str]()
+        has_choice = {*hosts.values()} - {self._host} or _ENGINES & os.environ.keys()
         for bad, times in self._strikes.add(culprits, self._life).items():
-            loss = f"{loss} {bad} has lost ranks {times} times within an hour."
+            loss += f" {bad} has lost ranks {times} times within an hour." if has_choice else ""
             struck = self._members.ranks_to_leave_out(bad, missing)
             missing = missing | struck
             (left_out if struck else needed).append(bad)

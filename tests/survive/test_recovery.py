@@ -383,6 +383,17 @@ def test_ranks_that_are_lost_again_and_again_are_given_up(tmp_path):
     wait_until((folder / "report.html").is_file, 60, "no rank is left that writes the report")
 
 
+def test_a_hang_is_the_reason_of_the_restart_that_follows(tmp_path):
+    """One rank has no other that it could have lost."""
+    stuck = "--trainer.callbacks=" + json.dumps([{"class_path": "tests.probes.Stuck", "init_args": {"rank": 0}}])
+    words = ("--recover.restarts=1", "--watchdog.at_least=1", "--watchdog.factor=2", stuck)
+    done = program(tmp_path, *RUNS["own"], *words)
+    assert done.code == 75, done.output
+    assert re.search("WARNING Rank 0 on .* has made no progress since .* All ranks resume \\(restart 1 of 1\\)", done.output)
+    stops = [json.loads(line) for line in (tmp_path / "lightning_logs/it/life.jsonl").read_text().splitlines()][1::2]
+    assert all("has made no progress" in stop["why"] for stop in stops), stops
+
+
 def test_without_the_process_that_forks_ranks_none_is_promised(tmp_path):
     supervisor = start(tmp_path, "--trainer.devices=2")
     wait_until(lambda: has_trained(tmp_path), 120, lambda: (tmp_path / "output.txt").read_text())

@@ -18,6 +18,7 @@ from project.cluster import reachability
 from project.cluster.processes import read_dump, start_time
 from project.cluster.signed import Message
 from project.errors import TRY_AGAIN
+from project.launch.fork_server import tell_supervisor
 from project.survive.failure import resumption, tell_torchrun
 from project.survive.hang import flights, stacks
 from project.survive.hang.heartbeats import Flight, Heartbeat, Member, heartbeat_from_dict
@@ -181,6 +182,7 @@ def report_and_exit(judged: Verdict, context: RankContext) -> None:
         run_with_timeout(_PATIENCE, lambda: log.error(text))
         run_with_timeout(_PATIENCE, lambda: tell_torchrun(f"{judged.at_fault[0]}"))
     run_with_timeout(_PATIENCE, flush)
+    run_with_timeout(_PATIENCE, lambda: tell_supervisor(reason=f"{judged.at_fault[0]}."))
     cut_off = _rank_0_unreachable(judged, context)
     seconds = _AGENT if cut_off else _SLOW_AGENT if context.is_reporter(judged.silent) else None
     exit_process(context, TRY_AGAIN, list(unresponsive.values()), seconds)
