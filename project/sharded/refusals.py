@@ -133,17 +133,13 @@ def refuse_own_steps(module: pl.LightningModule) -> None:
 
 def refuse_unshardable(name: str, block: nn.Module) -> None:
     """Raises a UserError for a parameter that `fully_shard` can't shard, or for a block of several dtypes."""
-    own = {
-        at: parameter
-        for at, parameter in block.named_parameters(prefix=name)
-        if parameter.requires_grad and not isinstance(parameter, DTensor)
-    }
+    own = {at: parameter for at, parameter in block.named_parameters(prefix=name) if not isinstance(parameter, DTensor)}
     if scalars := [at for at, parameter in own.items() if parameter.ndim == 0]:
         raise UserError(
             f"strategy=sharded: {scalars[0]} is one number without a dimension, and can't be spread. HINT: "
             "nn.Parameter(torch.tensor([...])), of one dimension."
         )
-    if len(kinds := sorted({str(parameter.dtype) for parameter in own.values()})) > 1:
+    if len(kinds := sorted({str(parameter.dtype) for parameter in own.values() if parameter.requires_grad})) > 1:
         raise UserError(
             f"strategy=sharded: the parameters of {name or 'what is in no block'} are {' and '.join(kinds)}, and what is "
             "gathered at once has one type. HINT: name smaller blocks, or give the module one type."

@@ -202,6 +202,10 @@ def exact(**settings):
     return strategy
 
 
+def of_a_frozen_number():
+    return nn.ParameterDict({"frozen": nn.Parameter(torch.tensor(1.0), requires_grad=False)})
+
+
 def trainer(callback):
     return SimpleNamespace(callbacks=[callback])
 
@@ -212,6 +216,7 @@ REFUSED = {
     "there is none. HINT: leave it out": lambda: Sharded(cpu_offload=True).refuse_other_settings("none", on_cpu=True),
     "the network has no such module": lambda: blocks_of(of_two_types(), ["Blok"]),
     "is one number without a dimension": lambda: refuse_unshardable("", nn.ParameterList([torch.tensor(1.0)])),
+    "frozen is one number without a dimension": lambda: refuse_unshardable("", of_a_frozen_number()),
     "are torch.float32 and torch.float64": lambda: refuse_unshardable("", of_two_types()),
     "Duel steps its optimisers by itself": lambda: refuse_own_steps(Duel()),
     "StochasticWeightAveraging keeps a whole network": lambda: weight_averages(trainer(StochasticWeightAveraging(0.1))),
