@@ -11,7 +11,9 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
+from project.step.ddp import broadcast_together, left_to_ranks
 from project.step.state import step_state
 
 T = TypeVar("T")
@@ -50,6 +52,10 @@ class Root:
         self._root = cast("RootPart", module)
         self._exact, self._keeps_gathered, self._gathered_as, self._offloaded = exact, keeps_gathered, gathered_as, offloaded
         self._parts = [cast("Part", part) for part in module.modules() if isinstance(part, FSDPModule)]
+        self._left_to_ranks = left_to_ranks(module)
+        sends = not exact and any(name not in self._left_to_ranks for name, _ in module.named_buffers())
+        self._sends_buffers = self._buffers_are_due = sends  # with the next forward pass. Exact refuses those that it moves
+        self._accumulates = False  # the step continues after this micro-batch
         self._stays_gathered = False  # gathered, from one micro-batch of a step to the next
         self._order: list[Part] = []
         module.set_requires_gradient_sync(not exact)
@@ -69,6 +75,7 @@ class Root:
             self._stays_gathered = self._keeps_gathered
 
     def _set_accumulating(self, on: bool) -> None:
+        self._accumulates = on
         for part in self._parts:
             # Not recursive: it would walk through all modules, for each micro-batch.
             if not self._exact:
@@ -88,6 +95,9 @@ class Root:
         if training and not self._stays_gathered:
             self._reshard()
         self._stays_gathered = False
+        if self._buffers_are_due:
+            self._send_buffers()
+        self._buffers_are_due = self._sends_buffers and training and not self._accumulates
         within = partial(self._run_without_root_hooks, step)
         if training:
             return getattr(module, _STEP)(within, *args, **kwargs)
@@ -99,6 +109,11 @@ class Root:
         if self._offloaded:  # they may still be on their way, and an average of weights is about to exchange them on the host
             torch.cuda.current_stream().synchronize()
         return output
+
+    def _send_buffers(self) -> None:
+        """Gives all ranks rank 0's buffers, with a step's first forward pass, as DistributedDataParallel does."""
+        named = ((name, buffer) for name, buffer in self._root.named_buffers() if not isinstance(buffer, DTensor))
+        broadcast_together(buffer for name, buffer in named if name not in self._left_to_ranks)
 
     def _run_without_root_hooks(self, step: Callable[..., T], *args: object, **kwargs: object) -> T:
         """Runs a step without the hooks of `fully_shard` around the module's own `forward`, which most steps call."""

@@ -67,6 +67,12 @@ def ignored_by_ddp(module: nn.Module) -> set[str]:
     return {*module.__dict__.get(_IGNORED, ())}
 
 
+def left_to_ranks(module: nn.Module) -> set[str]:
+    """Returns the names of what no rank sends in a step: what a module has ignored, and batch norm's, equal on all ranks."""
+    norms = batch_norms(module)
+    return ignored_by_ddp(module) | {f"{name}.{at}" for name, norm in norms for at, _ in norm.named_buffers(recurse=False)}
+
+
 class OrderedDDP(DistributedDataParallel):
     """DistributedDataParallel whose buckets never change.
 
@@ -74,9 +80,7 @@ class OrderedDDP(DistributedDataParallel):
     """
 
     def __init__(self, module: nn.Module, for_graphs: bool = False, **settings: Any) -> None:
-        norms = batch_norms(module)
-        kept_equal = {f"{name}.{buffer}" for name, norm in norms for buffer, _ in norm.named_buffers(recurse=False)}
-        ignored = ignored_by_ddp(module) | kept_equal
+        ignored = left_to_ranks(module)
         self._set_params_and_buffers_to_ignore_for_model(module, [*ignored])  # type: ignore[no-untyped-call]
         others = [name for name, _ in module.named_buffers() if name not in ignored]
         defaults = {_SYNC_BUFFERS: bool(others)} if _OLD not in settings else {}
@@ -176,6 +180,18 @@ def broadcast_from_rank_0(tensors: Iterable[Tensor]) -> None:
         dist.broadcast(values.flatten().view(torch.uint8), 0)
         if not tensor.is_contiguous():
             tensor.detach().copy_(values)
+
+
+def broadcast_together(tensors: Iterable[Tensor]) -> None:
+    """Gives all ranks rank 0's values, with one message for each type."""
+    of_type: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        of_type.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
+    for same in of_type.values():
+        flat = torch.cat([tensor.flatten() for tensor in same])
+        broadcast_from_rank_0([flat])
+        for tensor, values in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
+            tensor.copy_(values.view(tensor.shape))
 
 
 def _ordered_ddp(strategy: DDPStrategy, for_graphs: bool, module: nn.Module) -> OrderedDDP:

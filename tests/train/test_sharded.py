@@ -155,6 +155,14 @@ def test_in_float64_they_are_the_run_of_one_rank(train, name, ranks, settings):
     assert state["spread"]
 
 
+def test_buffers_are_those_of_rank_0_as_with_ddp(train):
+    """4 micro-batches a rank in each step, and validations between two."""
+    words = ("--model=tests.train.gather.Averaged", "--trainer.precision=64-true", "--trainer.val_check_interval=2")
+    expected, state = (weights(train("regression", *words, *more, ranks=2)) for more in ((), (sharded(),)))
+    assert far(expected["module"], state["module"]) < 1e-12
+    assert expected["module"]["average"].std() == 0 != expected["module"]["coarse"]
+
+
 @pytest.mark.faults
 def test_what_is_computed_and_what_is_sent_may_have_a_type_of_its_own(train):
     words = ("--trainer.precision=32-true",)
