@@ -40,7 +40,7 @@ class Generators:
 
     def __init__(self, holders: Iterable[tuple[str, object]]) -> None:
         self._held: dict[str, object] = {}
-        for name, generator in _generators(holders):
+        for name, generator in held(holders, _is_generator):
             same = sum(of.partition(" ")[0] == name for of in self._held)
             self._held[f"{name} {same + 1}" if same else name] = generator
         self._before = self._digests()
@@ -54,20 +54,27 @@ class Generators:
         return {name: digests.of(generator) or b"" for name, generator in self._held.items()}
 
 
-def _generators(holders: Iterable[tuple[str, object]]) -> Iterator[tuple[str, object]]:
-    """Yields the generators that objects hold, with their names; the nearest objects are looked at first."""
+def _is_generator(value: object) -> bool:
+    # A loader's process can't ask a device.
+    can_ask = not isinstance(value, torch.Generator) or value.device.type == "cpu" or get_worker_info() is None
+    return issubclass(type(value), GENERATORS) and can_ask and not isinstance(value, random.SystemRandom)
+
+
+def held(holders: Iterable[tuple[str, object]], is_sought: Callable[[object], bool]) -> Iterator[tuple[str, object]]:
+    """Yields what is sought and objects hold, with its name; the nearest objects are looked at first."""
     queue = deque(holders)
     seen = {id(thing): thing for thing in (*_SHARED, *torch.cuda.default_generators)}
     while queue and len(seen) < _MOST:
         name, value = queue.popleft()
-        if id(value) in seen or issubclass(type(value), _NOTHING_INSIDE):
+        if id(value) in seen:
             continue
-        seen[id(value)] = value  # which keeps it: another one could have its id
-        if issubclass(type(value), GENERATORS):
-            # A loader's process can't ask a device.
-            if not isinstance(value, torch.Generator) or value.device.type == "cpu" or get_worker_info() is None:
-                yield name, value
+        if is_sought(value):
+            seen[id(value)] = value  # which keeps it: another one could have its id
+            yield name, value
             continue
+        if issubclass(type(value), _NOTHING_INSIDE):
+            continue
+        seen[id(value)] = value
         try:
             queue.extend([(f"{name}.{part}" if part else name, item) for part, item in _inside(value)])
         except Exception:  # of an object that pretends to be another one, or imports what it stands for

@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data import DataLoader, IterableDataset
 
+from project.sharded.replaced import give_attributes
+
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)  # the only one: fake tensors of two can't be used together
 
 Storages = dict[int, torch.UntypedStorage]
@@ -40,7 +42,8 @@ def copy_like(module: LightningModule, like: Callable[[Tensor], Tensor], device:
     plain = [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor) and value.is_meta]
     memo: dict[int, object] = {id(tensor): like(tensor) for tensor in (*plain, *module.buffers())}
     for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(like(parameter), parameter.requires_grad)
+        memo[id(parameter)] = twin = nn.Parameter(like(parameter), parameter.requires_grad)
+        give_attributes(twin, vars(parameter))
     copied = copy.deepcopy(module, memo)
     trainer, kind = copy.copy(module.trainer), type(module.trainer)
     steps = trainer.max_steps if trainer.max_steps > 0 else 1000  # schedules want them; Lightning would open the data to count
@@ -49,9 +52,14 @@ def copy_like(module: LightningModule, like: Callable[[Tensor], Tensor], device:
     for part in copied.modules():
         if "_device" in vars(part):  # Lightning's modules and torchmetrics' metrics, which make tensors there
             part.__dict__["_device"] = device
-    for name in ("log", "log_dict"):  # nothing is trained
-        copied.__dict__[name] = lambda *args, **kwargs: None
+    log_nothing(copied)
     return copied.train()
+
+
+def log_nothing(module: LightningModule) -> None:
+    """Has a copy of a module log nothing: it trains nothing, and what is measured with it is not the run's."""
+    for name in ("log", "log_dict"):
+        module.__dict__[name] = lambda *args, **kwargs: None
 
 
 def activations(module: LightningModule, blocks: Sequence[str], batch: object, precision: Precision) -> tuple[int, int]:

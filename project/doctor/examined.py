@@ -19,7 +19,7 @@ from project.cluster.environment import of_this_rank
 from project.data.dealing import Samples, SeededDataset, micro_batch_of
 from project.data.order import size_of
 from project.data.self_dealing import SelfDealing
-from project.doctor.activations import training_step, transferred
+from project.doctor.activations import log_nothing, training_step, transferred
 from project.step.data_ranks import shared_by
 from project.step.loaders import attached_for_fit
 from project.step.micro_batch import count_samples
@@ -56,8 +56,7 @@ class ExaminedRun:
         self.model.configure_model()
         self.model.setup("fit")
         self.data = self.model if data is None else data  # it has loaders itself
-        for name in ("log", "log_dict"):  # what is measured here is not the run's
-            self.model.__dict__[name] = lambda *args, **kwargs: None
+        log_nothing(self.model)
         trainer.precision_plugin.convert_module(self.model)
         self.model.to(self.device).train()
         self._batch: object = None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from project.sharded.replaced import Replaced
 from project.step.ddp import broadcast_together, left_to_ranks
 from project.step.state import step_state
 
@@ -61,6 +62,13 @@ class Root:
         module.set_requires_gradient_sync(not exact)
         setattr(module, _STEP, _call)
         register_fsdp_forward_method(module, _STEP)
+
+    def give_attributes(self, replaced: Replaced) -> None:
+        """Gives what parts compute with the attributes of the parameters that were there before: a layer may read them."""
+        for part in self._parts:
+            part.unshard()
+            replaced.give_attributes(self._root)
+            part.reshard()
 
     # The backward pass -----------------------------------------------------------------------------------------------
 

@@ -45,6 +45,7 @@ from project.sharded.refusals import (
     refuse_unshardable,
     weight_averages,
 )
+from project.sharded.replaced import Replaced, refuse_hooks, users_types
 from project.sharded.root import Root
 from project.sharded.shards import gather, read_shard, shard_like, skip_overflow_on_all_ranks
 from project.sharded.tensor_parallel import Plan, parallelize_layers, plan_of, refuse_settings, refuse_single_rank
@@ -110,6 +111,7 @@ class Sharded(ByDataRanks):
         self._state: Mapping[str, Tensor] = {}  # the network's, where layers are shared
         self._before_values = ExitStack()
         self._root: Root | None = None  # of a network that is spread
+        self._replaced = Replaced()
         self._state_of_fit: TrainerState | None = None
 
     @property
@@ -177,6 +179,7 @@ class Sharded(ByDataRanks):
         if training:
             refuse_own_steps(trainer.lightning_module)
             refuse_pruning(trainer)
+            refuse_hooks(self.model)
             if self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
         if not isinstance(self.model, FSDPModule):  # in another fit it is
@@ -185,7 +188,9 @@ class Sharded(ByDataRanks):
                 self.before_sharding()
             self._refuse_unsendable_network(self.model, [average.module for average in averaged])
             plan = plan_of(self.model) if self._shared_layers else {}
+            self._replaced = Replaced(self.model)
             blocks = self._shard_network(self.model, plan)
+            self._replaced.give_attributes(self.model)
             for average in averaged:
                 self._shard_network(average.module, plan)
             kinds, here = sorted({type(block).__name__.removeprefix("FSDP") for _, block in blocks}), self.data_ranks
@@ -205,8 +210,11 @@ class Sharded(ByDataRanks):
             if scaler := getattr(self.precision_plugin, "scaler", None):
                 skip_overflow_on_all_ranks(scaler)
         if training:
-            self.setup_optimizers(trainer)
+            with users_types(self.model):
+                self.setup_optimizers(trainer)
             prepare_optimizers(self.optimizers, self.exact)
+            self._replaced.refuse_optimizers(self.optimizers, self.model)
+        self._replaced.refuse_holders(trainer)
         self.setup_precision_plugin()
 
     def _refuse_unsendable_network(self, model: nn.Module, copies: list[nn.Module]) -> None:
@@ -301,6 +309,12 @@ class Sharded(ByDataRanks):
         self._before_values.close()  # where an error came before the setup
         super().teardown()
 
+    def on_train_start(self) -> None:
+        """Refuses hooks that those of callbacks and of the module have hung on shards since."""
+        super().on_train_start()
+        if self._root is not None and self.model is not None:
+            refuse_hooks(self.model)
+
     # A step ----------------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -328,6 +342,9 @@ class Sharded(ByDataRanks):
     def _call(self, name: str, *args: object, **kwargs: object) -> object:
         if self._root is None:
             return getattr(self.lightning_module, name)(*args, **kwargs)
+        if self._replaced.attributes:
+            self._root.give_attributes(self._replaced)
+            self._replaced.attributes.clear()
         return self._root.run_step(name, *args, **kwargs)
 
     # A checkpoint ----------------------------------------------------------------------------------------------------

@@ -142,6 +142,19 @@ def test_what_looks_at_its_numbers_is_not_known_and_leaves_no_trace(tmp_path):
     assert {(parameter.device.type, type(parameter)) for parameter in module.parameters()} == {("cpu", nn.Parameter)}
 
 
+def test_optimisers_choose_groups_by_attributes_of_parameters(tmp_path):
+    class Grouped(Net):
+        def configure_optimizers(self):
+            return torch.optim.AdamW([{"params": [each], "weight_decay": each.decay} for each in self.parameters()])
+
+    module = Grouped()
+    for parameter in module.parameters():
+        parameter.decay = 0.1
+    foreseen, unknown = forecast(module, tmp_path, Layout(2, "full"))
+    assert foreseen.figures["optimiser"]
+    assert not unknown
+
+
 def test_averages_micro_batches_and_blocks_make_it_more(tmp_path):
     base, _ = forecast(Net(), tmp_path, Layout(2, "full"))
     averaged, _ = forecast(Net(), tmp_path, Layout(2, "full", accumulation=2), callbacks=[WeightAveraging()])

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
@@ -117,6 +117,62 @@ class Averaged(Regression):
         self.average.mul_(0.9).add_(0.1 * loss.detach())
         self.coarse.mul_(0.9).add_(0.1 * loss.detach())
         return loss / (self.average.mean() + self.coarse)
+
+
+class Layer(nn.Module):
+    """Computes with an attribute of its weight, as muP does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.recurrent = nn.Linear(6, 6), nn.LSTM(6, 6)
+        self.inner.weight.scale = 0.5  # type: ignore[assignment]
+
+    def forward(self, points: Tensor) -> Tensor:
+        return points + self.recurrent(self.inner(points))[0] * self.inner.weight.scale
+
+
+class Grouped(Regression):
+    """Chooses groups by the types of layers, and by attributes of parameters."""
+
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__(lr)
+        self.network = nn.Sequential(nn.ModuleList(Layer() for _ in range(2)), nn.Linear(6, 1)).double()
+        for parameter in self.parameters():
+            parameter.decays = parameter.ndim > 1  # type: ignore[attr-defined]
+
+    def loss(self, batch: dict[str, Any]) -> Tensor:
+        points = batch["point"]
+        for layer in self.network[0]:
+            points = layer(points)
+        return nn.functional.mse_loss(self.network[1](points), batch["sum"])
+
+    def count(self, batch: dict[str, Any]) -> None:
+        self.sums.update(batch["sum"])
+        self.largest.update(batch["sum"])
+
+    def configure_optimizers(self) -> Any:
+        layers = [parameter for part in self.modules() if type(part) is Layer for parameter in part.parameters()]
+        decaying = [parameter for parameter in layers if parameter.decays]
+        others = [parameter for parameter in self.parameters() if all(parameter is not each for each in decaying)]
+        return torch.optim.AdamW(
+            [{"params": decaying, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}], lr=self.lr
+        )
+
+
+class Stale(Regression):
+    """Chooses its groups too early."""
+
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__(lr)
+        self.groups = [{"params": list(self.network.parameters())}]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.groups, lr=self.lr)
+
+
+class LateHook(Regression):
+    def on_train_start(self) -> None:
+        self.network[0].weight.register_hook(lambda gradient: gradient * 0)
 
 
 class Normed(Regression):

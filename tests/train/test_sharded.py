@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from project import Sharded
 from project.errors import UserError
 from project.sharded.blocks import blocks_of
 from project.sharded.refusals import refuse_own_steps, refuse_pruning, refuse_unshardable, weight_averages
+from project.sharded.replaced import Replaced, refuse_hooks
 from tests.conftest import TINY, forked
 from tests.own import Duel, write_texts
 from tests.survive.test_resume import curves, same
@@ -163,6 +165,15 @@ def test_buffers_are_those_of_rank_0_as_with_ddp(train):
     assert expected["module"]["average"].std() == 0 != expected["module"]["coarse"]
 
 
+def test_attributes_of_parameters_and_types_of_modules_are_as_with_ddp(train):
+    words = ("--model=tests.train.gather.Grouped", "--trainer.precision=64-true")
+    expected, state = (weights(train("regression", *words, *more, ranks=2)) for more in ((), (sharded(),)))
+    assert state["spread"]
+    assert far(expected["module"], state["module"]) < 1e-12
+    groups = [[len(group["params"]) for group in run["optimizers"][0]["param_groups"]] for run in (expected, state)]
+    assert groups == [[6, 8], [6, 8]]
+
+
 @pytest.mark.faults
 def test_what_is_computed_and_what_is_sent_may_have_a_type_of_its_own(train):
     words = ("--trainer.precision=32-true",)
@@ -214,6 +225,32 @@ def of_a_frozen_number():
     return nn.ParameterDict({"frozen": nn.Parameter(torch.tensor(1.0), requires_grad=False)})
 
 
+def hooked(way, name="weight"):
+    network = nn.Sequential(nn.Linear(2, 2))
+    network[0].weight.register_hook(print).remove()
+    network[0].weight.kept = OrderedDict(a=1)
+    getattr(getattr(network[0], name), way)(print)
+    return network
+
+
+class Held(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(2, 2))
+        self.those = {"a": (self[0].weight,)}
+
+
+def after_sharding(make):
+    """Puts other parameters in the places of a network's, as fully_shard does."""
+    network = make()
+    replaced, optimizer = Replaced(network), torch.optim.SGD([network[0].bias])
+    for name, parameter in list(network[0].named_parameters()):
+        setattr(network[0], name, nn.Parameter(parameter.detach().clone()))
+    replaced.refuse_optimizers([torch.optim.SGD(network.parameters())], network)
+    if isinstance(network, Held):
+        replaced.refuse_holders(SimpleNamespace(callbacks=[], lightning_module=network))
+    replaced.refuse_optimizers([optimizer], network)
+
+
 def trainer(callback):
     return SimpleNamespace(callbacks=[callback])
 
@@ -228,6 +265,10 @@ REFUSED = {
     "are torch.float32 and torch.float64": lambda: refuse_unshardable("", of_two_types()),
     "Duel steps its optimisers by itself": lambda: refuse_own_steps(Duel()),
     "StochasticWeightAveraging keeps a whole network": lambda: weight_averages(trainer(StochasticWeightAveraging(0.1))),
+    "0.weight has a hook for its gradient": lambda: refuse_hooks(hooked("register_hook")),
+    "0.bias has a hook for its gradient": lambda: refuse_hooks(hooked("register_post_accumulate_grad_hook", "bias")),
+    "SGD has 0.bias, which is not in the network": lambda: after_sharding(lambda: nn.Sequential(nn.Linear(2, 2))),
+    "Held.those.a.0 holds 0.weight, which is not": lambda: after_sharding(Held),
     "ModelPruning looks for the smallest weights": lambda: refuse_pruning(trainer(ModelPruning("l1_unstructured"))),
 }
 
@@ -238,10 +279,18 @@ def test_what_can_not_be_sharded_is_refused(message):
         REFUSED[message]()
 
 
-def test_refused_in_one_line(tmp_path):
-    done = forked(tmp_path, *RUNS["regression"], sharded(), EXACT, "--model=tests.train.gather.Normed", ranks=2)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--model=tests.train.gather.Stale",), "SGD has network.0.weight, which is not in the network any more"),
+        (("--model=tests.train.gather.LateHook",), "network.0.weight has a hook for its gradient"),
+        (("--model=tests.train.gather.Normed",), "'norm', which is logged, follows from parameters"),
+    ],
+)
+def test_refused_in_one_line(tmp_path, words, message):
+    done = forked(tmp_path, *RUNS["regression"], sharded(), EXACT, *words, ranks=2)
     assert done.code == 2, done.output
-    assert "'norm', which is logged, follows from parameters" in done.output
+    assert message in done.output
     assert "Traceback" not in done.output
 
 
