@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -516,6 +516,12 @@ def open_door(front: type[ProjectCLI], trainer_class: type[Trainer], own_model: 
     )
 
 
+class _Limit(Protocol):
+    """A decorator that limits a function to the first rank."""
+
+    rank: int
+
+
 def _fork_ranks() -> None:
     """Serves the supervisor, and returns in each rank that is forked for it, and in each spare."""
     sections = documents(sys.argv)
@@ -531,11 +537,11 @@ def _fork_ranks() -> None:
             folder = Path(tempfile.mkdtemp(dir=memory_folder()), path.parent.name)
             folder.mkdir()
             (folder / path.name).write_bytes(content)
-            sys.argv = [str(folder / path.name) if word == str(path) else word for word in sys.argv]
+            sys.argv = [str(folder / path.name) if argument == str(path) else argument for argument in sys.argv]
     Parser.configs = named_configs(sys.argv)
     rank = detect().rank
-    for of_first in (rank_zero_only, torchmetrics.utilities.prints.rank_zero_only):
-        vars(of_first)["rank"] = rank  # which was set when the library was loaded
+    for limit in cast("tuple[_Limit, ...]", (rank_zero_only, torchmetrics.utilities.prints.rank_zero_only)):
+        limit.rank = rank  # which was set when the library was loaded
     open_log(rank, host())
     if not is_spare():
         listen_for_signals()

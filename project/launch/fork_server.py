@@ -41,7 +41,7 @@ def is_fork_server() -> bool:
 
 
 class _Spare(NamedTuple):
-    """What a process needs that is to become a rank."""
+    """Holds what a process needs that is to become a rank."""
 
     orders: int  # the pipe at which it gets them
     facts: socket.socket  # its way to the supervisor

@@ -29,11 +29,12 @@ def test_killed_ranks_on_gpus_are_replaced(gpu: Cli, gpu_program: Cli, launcher:
     assert logged == curves(whole.folder)
 
 
-def test_a_module_that_uses_cuda_when_it_is_imported_is_refused(gpu_program: Cli, tmp_path) -> None:
+def test_a_module_may_use_cuda_when_it_is_imported(gpu_program: Cli, tmp_path) -> None:
+    """Spare ranks, which would hold memory of the GPU beside the ranks that train, then end by themselves."""
     (tmp_path / "touching.py").write_text(
         "import torch\nfrom lightning.pytorch import Callback as Own\nNAME = torch.cuda.get_device_name(0)\n"
     )
-    own = '--trainer.callbacks=[{"class_path": "touching.Own"}]'
-    refused = gpu_program(*DDP, *RECOVER, "--trainer.devices=2", own, gpus=2)
-    assert refused.code == 2, refused.output
-    assert "has used CUDA when it was imported. HINT: " in refused.output
+    own = '--trainer.callbacks+={"class_path": "touching.Own"}'
+    done = gpu_program(*DDP, *RECOVER, "--trainer.devices=2", plugged(fault(rank=1, step=3, how="kill")), own, gpus=2)
+    assert done.code == 0, done.output
+    assert done.output.count("All ranks resume") == 1
