@@ -105,12 +105,27 @@ def documents(argv: list[str]) -> list[dict[str, object]]:
 
 def setting(argv: list[str], sections: Sequence[Mapping[str, object]], section: str, name: str) -> object:
     """Returns the value that a command line gives a key of a section, else the last of its `documents` that has the key."""
+    if (kind := option(argv, f"--{section}.{name}.class_path")) is not None:
+        return {"class_path": kind}
     if (flag := option(argv, f"--{section}.{name}")) is not None:
-        with suppress(yaml.YAMLError):  # which the parser reports
-            return cast(object, yaml.safe_load(flag)) if flag.startswith(("[", "{")) else flag
-        return flag
-    known = [content for document in sections if isinstance(content := document.get(section), Mapping) and name in content]
+        return None if flag == "null" else _structure(flag)
+    whole = option(argv, f"--{section}")
+    contents = [document.get(section) for document in sections] + [_section(whole)]
+    known = [content for content in contents if isinstance(content, Mapping) and name in content]
     return known[-1][name] if known else None
+
+
+def _section(flag: str | None) -> object:
+    """Returns a section that a flag gives as a whole, in itself or as a file's name."""
+    content = _structure(flag or "")
+    return read_yaml(Path(content)) if isinstance(content, str) and Path(content).is_file() else content
+
+
+def _structure(flag: str) -> object:
+    """Returns the list or dictionary that a flag's value is; other values as they are."""
+    with suppress(yaml.YAMLError):  # which the parser reports
+        return cast(object, yaml.safe_load(flag)) if flag.startswith(("[", "{")) else flag
+    return flag
 
 
 def named_configs(argv: list[str]) -> list[Path]:

@@ -403,7 +403,8 @@ class SafeCheckpointIO(TorchCheckpointIO):
         path = Path(address)
         if path.is_dir():
             trusting = partial(torch.load, map_location="cpu", mmap=True, weights_only=False)
-            parted = _OPENED.pop(path, None) if safe else None
+            parted = _OPENED.get(path) if safe else None
+            _OPENED.clear()
             parted = parted or Parted(path, partial(load_part, load if safe else trusting))
             return parted.checkpoint(self.slice_of or Stored.read)
         if not path.exists() or not safe:  # an address, which Lightning knows how to read, or what is trusted

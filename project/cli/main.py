@@ -63,6 +63,7 @@ from project.launch.fork_server import (
     is_fork_server,
     is_forked,
     is_spare,
+    report_as_rank,
     report_small_build,
     serve,
 )
@@ -272,8 +273,7 @@ class ProjectCLI(LightningCLI):
             self.parser.build = lambda make: report_small_build(partial(self._build, make))
         if is_spare():
             await_orders()
-            listen_for_signals()
-            open_log(detect().rank, host())  # for a terminal, it may be
+            _set_rank()  # and for a terminal, it may be
 
     def _is_built_by_rank_0(self) -> bool:
         """Returns whether the strategy gives the other ranks rank 0's network, block by block."""
@@ -536,15 +536,22 @@ def _fork_ranks() -> None:
         if not path.exists() or path.read_bytes() != content:
             folder = Path(tempfile.mkdtemp(dir=memory_folder()), path.parent.name)
             folder.mkdir()
+            for beside in path.parent.iterdir():  # which it may name
+                (folder / beside.name).symlink_to(beside)
+            (folder / path.name).unlink(missing_ok=True)
             (folder / path.name).write_bytes(content)
             sys.argv = [str(folder / path.name) if argument == str(path) else argument for argument in sys.argv]
     Parser.configs = named_configs(sys.argv)
+    listen_for_signals()
+    _set_rank()
+
+
+def _set_rank() -> None:
+    """Lets libraries and the log know this process's rank."""
     rank = detect().rank
     for limit in cast("tuple[_Limit, ...]", (rank_zero_only, torchmetrics.utilities.prints.rank_zero_only)):
         limit.rank = rank  # which was set when the library was loaded
     open_log(rank, host())
-    if not is_spare():
-        listen_for_signals()
 
 
 def _seed_imports() -> None:
@@ -583,6 +590,9 @@ def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Tr
     except NonFiniteError:  # rank 0 has said it, and all ranks end alike
         raise SystemExit(1) from None
     except Exception as error:
+        if is_forked():
+            report_as_rank()
+            rank = detect().rank
         say = log.info if ProjectCLI.running is None else log.debug  # the error is the last word
         raise SystemExit(_end(error, rank)) from None
     finally:

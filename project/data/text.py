@@ -73,8 +73,8 @@ def files_of(text: str | None) -> tuple[str, dict[str, Path]]:
     if text is None:
         folder = sysconfig.get_paths()["stdlib"]
         paths = [path for path in _files_below(folder, _TESTS) if path.endswith(".py")]
-    elif os.path.isdir(text):
-        folder = text
+    elif Path(text).is_dir():
+        folder = text or "."
         paths = _files_below(folder)
     else:
         paths = [path for path in glob.glob(text, recursive=True) if os.path.isfile(path)]

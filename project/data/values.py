@@ -55,7 +55,9 @@ def is_of_a_library(kind: type | FunctionType) -> bool:
 
 
 def users_class(kind: type) -> type:
-    """Returns the user's class of which a library has made this one; if none has, the class itself."""
+    """Returns the user's layer of which a library has made this class of layers; of any other class, the class itself."""
+    if not issubclass(kind, nn.Module):
+        return kind
     return next((base for base in kind.__mro__ if not is_in_a_library(str(base.__module__))), kind)
 
 

@@ -86,6 +86,7 @@ class Children:
         alive, ended = {rank.pid: rank for rank in self.alive}, []
         with suppress(ChildProcessError):
             while (child := os.waitpid(-1, os.WNOHANG))[0]:
+                self.spares = [pid for pid in self.spares if pid != child[0]]  # which is another process's from here on
                 if child[0] in alive:
                     alive[child[0]].status = child[1]
                     ended.append(alive[child[0]])

@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from types import FrameType
 from typing import NamedTuple, TypeVar
 
 from project.cluster.place import ATTEMPT, MEMORY, restarts
@@ -28,7 +27,6 @@ from project.launch.supervisor import SOCKET, receive
 from project.survive.signals import ENDING
 
 Built = TypeVar("Built")
-Handler = Callable[[int, FrameType | None], object] | int | None
 
 _SMALL = 64 << 20  # bytes
 _SUPERVISOR: list[socket.socket] = []  # this rank's way to its supervisor
@@ -46,7 +44,6 @@ class _Spare(NamedTuple):
     orders: int  # the pipe at which it gets them
     facts: socket.socket  # its way to the supervisor
     ranks: int  # that the supervisor starts; 0: one, which has its number
-    handlers: Mapping[signal.Signals, Handler]
     builds: bool  # whether it makes the objects of the configuration before it is needed
     release: Callable[[], None]  # prints what it has printed before it is needed
 
@@ -78,10 +75,13 @@ def serve(ranks: int) -> None:
             if pid == 0:
                 supervisor.close()  # which hears so when the fork server has ended
                 random.setstate(drawn)  # Python seeds it anew in a fork
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
                 if ranks > 1:
                     os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(ranks)}
+                os.environ |= order["numbers"]
                 release = _hide_output() if "spares" in order else _flush
-                _SPARE.append(_Spare(pipe, facts, ranks, handlers, bool(order.get("build")), release))
+                _SPARE.append(_Spare(pipe, facts, ranks, bool(order.get("build")), release))
                 if "spares" not in order:
                     await_orders()
                 return
@@ -117,21 +117,30 @@ def builds_early() -> bool:
 
 
 def await_orders() -> None:
-    """Waits, in a spare, until it is needed: then it is a rank. Returns at once in a rank."""
-    if not _SPARE:
-        return
+    """Waits, in a spare, until it is needed: then it is a rank."""
     spare = _SPARE.pop()
     import torch  # which the supervisor, that reads this file, must not load
 
-    if torch.cuda.is_initialized() or not (orders := os.read(spare.orders, 1 << 12)):
-        os._exit(TRY_AGAIN)  # it would hold a GPU's memory beside the rank that trains; or the fork server has ended
-    for number, handler in spare.handlers.items():
-        if signal.getsignal(number) == signal.SIG_IGN:  # and not the user's
-            signal.signal(number, handler)
+    if torch.cuda.is_initialized() and not _is_readable(spare.orders):
+        os._exit(TRY_AGAIN)  # it would hold a GPU's memory beside the rank that trains
+    if not (orders := os.read(spare.orders, 1 << 12)):
+        os._exit(TRY_AGAIN)  # the fork server has ended
     _become(spare.ranks, **json.loads(orders))
     os.close(spare.orders)
     _SUPERVISOR.append(spare.facts)
     spare.release()
+
+
+def report_as_rank() -> None:
+    """Makes a spare that has failed a rank, which reports that, if it is needed as one; else the spare ends in silence."""
+    if _SPARE and not _is_readable(_SPARE[0].orders):
+        os._exit(TRY_AGAIN)
+    if _SPARE:
+        await_orders()
+
+
+def _is_readable(pipe: int) -> bool:
+    return bool(select.select([pipe], [], [], 0)[0])
 
 
 def _is_closed(pipe: int) -> bool:

@@ -224,7 +224,7 @@ class Supervisor:
         while readable([self._facts], 0.0) and (facts := receive(self._facts)):
             if facts.get("attempt") != self._attempt:
                 continue
-            if not self._children.spares:
+            if not self._children.spares and "reported" not in facts and self._requested is None:
                 self._spares_at = min(self._spares_at, time.monotonic() + _SPARES_AFTER)
             self._life = Path(facts["life"]) if "life" in facts else self._life
             self._small_builds |= {facts["small"]} if "small" in facts else set()
@@ -259,7 +259,7 @@ class Supervisor:
         build = len(self._small_builds) == len(
             self._children.ranks
         )  # the objects of the configuration, where that needs little
-        self._children.spares = self._order(spares=True, build=build).get("spares", [])
+        self._children.spares = self._order(spares=True, build=build, numbers=self._numbers).get("spares", [])
 
     def _decide(self, loss: str, where: str) -> bool:
         """Ends all ranks, as one is lost; returns whether they are started again, and has the other supervisors do the same.
