@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from project.sharded.order import AddUp, Gather, Order
 from project.sharded.replaced import Replaced
 from project.step.ddp import broadcast_together, left_to_ranks
 from project.step.state import step_state
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
     class Part(FSDPModule, nn.Module):
         """A module that `fully_shard` was applied to."""
+
+        def set_custom_all_gather(self, comm: object) -> None: ...
+
+        def set_custom_reduce_scatter(self, comm: object) -> None: ...
 
     class RootPart(Part, LightningModule):
         """The LightningModule that it was applied to."""
@@ -44,10 +49,17 @@ class Root:
         keeps_gathered: blocks stay gathered from the forward pass to the backward pass.
         gathered_as: the type that parameters are gathered in, if it is another, and that what floats a batch has are to be of.
         offloaded: parameters lie in the host's memory.
+        order: what the ranks send, where there are several.
     """
 
     def __init__(
-        self, module: nn.Module, exact: bool, keeps_gathered: bool, gathered_as: torch.dtype | None, offloaded: bool
+        self,
+        module: nn.Module,
+        exact: bool,
+        keeps_gathered: bool,
+        gathered_as: torch.dtype | None,
+        offloaded: bool,
+        order: Order | None,
     ) -> None:
         assert isinstance(module, FSDPModule)
         self._root = cast("RootPart", module)
@@ -58,6 +70,14 @@ class Root:
         self._sends_buffers = self._buffers_are_due = sends  # with the next forward pass. Exact refuses those that it moves
         self._accumulates = False  # the step continues after this micro-batch
         self._stays_gathered = False  # gathered, from one micro-batch of a step to the next
+        self._sent = order
+        self._named = [*module.named_parameters()]  # shards, while nothing is gathered
+        names = {id(part): name for name, part in module.named_modules()}
+        if order is not None:
+            for part in self._parts:
+                name = names[id(part)] or "what is in no block"
+                part.set_custom_all_gather(Gather(order, name))
+                part.set_custom_reduce_scatter(AddUp(order, name))
         self._order: list[Part] = []
         module.set_requires_gradient_sync(not exact)
         setattr(module, _STEP, _call)
@@ -82,6 +102,11 @@ class Root:
             self._set_accumulating(False)
             self._stays_gathered = self._keeps_gathered
 
+    def note_gradients(self) -> None:
+        """Notes, after a backward pass, which parameters have a gradient."""
+        if self._sent:
+            self._sent.note_gradients([] if self._accumulates or self._exact else self._named)
+
     def _set_accumulating(self, on: bool) -> None:
         self._accumulates = on
         for part in self._parts:
@@ -102,6 +127,7 @@ class Root:
             step, args, kwargs = partial(step, *args, **kwargs), (), {}
         if training and not self._stays_gathered:
             self._reshard()
+        self._begin_order(name)
         self._stays_gathered = False
         if self._buffers_are_due:
             self._send_buffers()
@@ -113,6 +139,7 @@ class Root:
             output = getattr(module, _STEP)(within, *args, **kwargs)
         self._reshard()
         if step_state(module.trainer).peers_evaluate_more:
+            self._begin_order(name)
             self._gather_like_peers()
         if self._offloaded:  # they may still be on their way, and an average of weights is about to exchange them on the host
             torch.cuda.current_stream().synchronize()
@@ -122,6 +149,10 @@ class Root:
         """Gives all ranks rank 0's buffers, with a step's first forward pass, as DistributedDataParallel does."""
         named = ((name, buffer) for name, buffer in self._root.named_buffers() if not isinstance(buffer, DTensor))
         broadcast_together(buffer for name, buffer in named if name not in self._left_to_ranks)
+
+    def _begin_order(self, name: str) -> None:
+        if self._sent:
+            self._sent.begin((name, self._accumulates, self._stays_gathered))
 
     def _run_without_root_hooks(self, step: Callable[..., T], *args: object, **kwargs: object) -> T:
         """Runs a step without the hooks of `fully_shard` around the module's own `forward`, which most steps call."""

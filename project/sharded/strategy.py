@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from project.cluster.environment import limits
+from project.cluster.group import Group
 from project.cluster.memory import keep_freed_memory
 from project.errors import UserError
 from project.parts import Stored
@@ -35,6 +36,7 @@ from project.sharded.blocks import Named, blocks_of
 from project.sharded.local_step import clip_by_norm
 from project.sharded.memory_formats import use_contiguous_order
 from project.sharded.meta_build import StayOnMeta, give_memory, refuse_other_network, signature, without_values
+from project.sharded.order import Order
 from project.sharded.refusals import (
     averages_on_host,
     prepare_optimizers,
@@ -112,6 +114,7 @@ class Sharded(ByDataRanks):
         self._before_values = ExitStack()
         self._root: Root | None = None  # of a network that is spread
         self._replaced = Replaced()
+        self._hosts = Group()
         self._state_of_fit: TrainerState | None = None
 
     @property
@@ -202,7 +205,11 @@ class Sharded(ByDataRanks):
         else:  # and its end has brought it back to the host
             self._move(self.model)
         gathered_as = DTYPES[self.param_dtype]
-        self._root = Root(self.model, self.exact, self.shard == "gradients", gathered_as, self.cpu_offload)
+        order = None
+        if self.world_size > 1:
+            self._hosts.make(self.patience)
+            order = Order(self._hosts)
+        self._root = Root(self.model, self.exact, self.shard == "gradients", gathered_as, self.cpu_offload, order)
         if self._shared_layers:
             self._state = self.model.state_dict()
             self.reduce_over_data_ranks(self.model)
@@ -322,6 +329,12 @@ class Sharded(ByDataRanks):
         """Runs a micro-batch whose step continues: its gradients wait for those of the last one."""
         with nullcontext() if self._root is None else self._root.accumulating():
             yield
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Refuses gradients of other parameters than those of the other ranks."""
+        super().post_backward(closure_loss)
+        if self._root is not None:
+            self._root.note_gradients()
 
     def training_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
         with self.precision_plugin.train_step_context():

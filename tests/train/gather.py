@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
+from project.sharded import order
 from project.step.state import micro_batch
 from tests.own import Regression
 
@@ -181,3 +182,56 @@ class Normed(Regression):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         norm = torch.stack([parameter.grad.norm() for parameter in self.parameters() if parameter.grad is not None]).norm()
         self.log("norm", norm)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6).double()
+
+    def forward(self, points: Tensor) -> Tensor:
+        return points + self.layer(points).tanh()
+
+
+class Calling(Regression):
+    """Calls equal blocks before its network: all of them, or others by the step, on all ranks alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def called(self) -> list[int]:
+        """Returns the blocks to call, in their order."""
+        return [block for block in range(3) if block != self.trainer.global_step % 4]
+
+    def loss(self, batch: dict[str, Any]) -> Tensor:
+        points = batch["point"]
+        for block in self.called() if self.trainer.training else range(3):
+            points = self.blocks[block](points)
+        return super().loss({**batch, "point": points})
+
+
+class OtherOrder(Calling):
+    """Calls them in an order of each rank."""
+
+    def called(self) -> list[int]:
+        return [0, 1, 2] if self.trainer.global_rank == 0 else [0, 2, 1]
+
+
+class Stray(Calling):
+    """One rank calls fewer, at last."""
+
+    def called(self) -> list[int]:
+        order._PATIENCE = 1.0
+        return [0, 1] if self.trainer.is_global_zero and self.trainer.global_step == 3 else [0, 1, 2]
+
+
+class Heads(Calling):
+    """Equal heads, of which each micro-batch takes one; they are in no block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6).double() for _ in range(3))
+
+    def called(self) -> list[int]:
+        return [self.trainer.global_rank]
