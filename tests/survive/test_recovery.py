@@ -218,10 +218,10 @@ def test_a_supervisor_hears_from_more_others_than_select_can():
     assert supervisor._select(60.0) == [supervisor._facts]
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
+def start(folder: Path, *words: str, **variables: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "project", *RUNS["own"], *RECOVER, "--trainer.max_epochs=100000", *words]
     return subprocess.Popen(
-        command, cwd=folder, env=environment(), stdout=(folder / "output.txt").open("w"), stderr=subprocess.STDOUT
+        command, cwd=folder, env=environment(**variables), stdout=(folder / "output.txt").open("w"), stderr=subprocess.STDOUT
     )
 
 
@@ -340,6 +340,47 @@ def test_what_a_users_module_makes_when_it_is_imported_is_each_ranks_own(tmp_pat
     assert done.output.count("made by rank 0") == 2  # before and after the loss
     assert "made by rank 1" not in done.output
     assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(ranks)] == [f"{rank} 0" for rank in range(ranks)]
+
+
+IMPORTED_SLOWLY = """
+import os, time
+from pathlib import Path
+from tests.own import Regression
+
+def wait_for(name):
+    while not Path(name).exists():
+        time.sleep(0.02)
+
+if Path("first").exists():  # this is a spare, which is needed while it still imports
+    Path("second").touch()
+    wait_for("go")
+    assert not Path("broken").exists(), "a file that was edited meanwhile"
+Path("first").touch()
+
+class Slow(Regression):
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.trainer.global_step == 4 and not Path("struck").exists():
+            wait_for("second")
+            Path("struck").touch()
+            os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_a_spare_that_is_needed_while_it_imports_reports_its_error_and_hears_a_signal(tmp_path, is_broken):
+    (tmp_path / "slow.py").write_text(IMPORTED_SLOWLY)
+    supervisor = start(tmp_path, "--model=slow.Slow", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    wait_until(lambda: "All ranks resume" in (tmp_path / "output.txt").read_text(), 120, "no rank was killed")
+    if is_broken:
+        (tmp_path / "broken").touch()
+    else:
+        supervisor.send_signal(signal.SIGTERM)
+    (tmp_path / "go").touch()
+    code = supervisor.wait(60)
+    output = (tmp_path / "output.txt").read_text()
+    assert code == (2 if is_broken else 128 + signal.SIGTERM), output
+    assert output.count("AssertionError: a file that was edited meanwhile") == is_broken
+    wait_until(lambda: not processes_of(tmp_path), 30, lambda: str(processes_of(tmp_path)))
 
 
 def test_a_config_that_is_edited_while_the_run_trains_is_not_read_again(tmp_path):
