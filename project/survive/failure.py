@@ -61,6 +61,11 @@ WHOLE = "whole"
 _NO_COMPILER = re.compile(r"InvalidCxxCompiler|Failed to find C compiler")
 # Lightning's, where a device is gone: on another host the same configuration works.
 _TOO_FEW_DEVICES = re.compile(r"machine only has|can not run on your system|No supported gpu")
+_MIXED = "mixed torch.Tensor and DTensor"  # torch's, where a shard meets a tensor
+_SHARD = (
+    "with strategy=sharded a parameter of a block is a shard while its block is not called. For a penalty on weights, use the "
+    "optimiser's weight_decay; call the block itself, not layers within it; or set the strategy's blocks to what is called."
+)
 _OF_THE_MACHINE = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 _OF_A_PATH = (FileNotFoundError, IsADirectoryError, NotADirectoryError, FileExistsError, PermissionError)
 # Errors of a setting, with its name, that Lightning raises as those of a bug.
@@ -196,6 +201,8 @@ def message(error: BaseException, folder: Path | None = None) -> str:
         text = Folded(error).text
         if isinstance(error, torch.OutOfMemoryError):
             text += f"\nHINT: {SMALLER_BATCH}"
+        if _MIXED in str(error):
+            text += f"\nHINT: {_SHARD}"
         return text
     if _NO_COMPILER.search(str(error)):
         return (

@@ -7,6 +7,7 @@ import os
 from copy import deepcopy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from project.sharded.local_step import _BY_ELEMENTS, clip, on_shards
 from project.sharded.shards import local, total_norm
+from project.survive.failure import message
 
 MORE: dict[type[Optimizer], list[dict[str, Any]]] = {
     optim.SGD: [{"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}],
@@ -103,4 +105,7 @@ def main() -> None:
             raise KeyError
     except KeyError:
         assert all(isinstance(each, nn.Parameter) for each in broken.param_groups[0]["params"])
+    with pytest.raises(RuntimeError) as mixed:
+        sharded(whole)[0].weight * torch.ones(7, 5)
+    assert "For a penalty on weights" in message(mixed.value)
     dist.destroy_process_group()
