@@ -3,14 +3,13 @@
 import logging
 from collections.abc import Set
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
 from project.data.self_dealing import SelfDealing
 from project.errors import listed
-from project.exact.checks import MovedWeights
+from project.exact.checks import MovedWeights, sum_of_bits
 from project.sharded.strategy import is_sharded
 from project.step.evaluation import loaders_of
 from project.typed import typed
@@ -19,7 +18,6 @@ log = logging.getLogger(__name__)
 
 _SHOWN = 12  # names
 _STEPS = 3  # in the first one a teacher is what the network is, and in the second one, too, if the rate begins at 0
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class MicroBatchMoves(Callback):
@@ -85,7 +83,7 @@ class MicroBatchMoves(Callback):
             looks_at_parameters = (
                 parameters and self._untrained and not is_sharded(trainer) and _has_several_micro_batches(trainer)
             )
-            keep = _sum_of_bits if looks_at_parameters else None
+            keep = sum_of_bits if looks_at_parameters else None
             self._kept = MovedWeights(module, keep, self._first, self._untrained)
 
     def _look(self) -> None:
@@ -102,11 +100,3 @@ def _has_several_micro_batches(trainer: Trainer) -> bool:
     loaders = loaders_of(trainer)
     stays = loaders.global_batch is not None or isinstance(loaders.attached, SelfDealing)  # on any number of ranks
     return trainer.accumulate_grad_batches > 1 or (trainer.world_size > 1 and stays)
-
-
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """Returns a number for a tensor's values: a copy of a network's size might not fit beside it."""
-    if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.element_size() not in _BITS:
-        return torch.zeros(())
-    bits = _BITS[tensor.element_size()]
-    return tensor.view(bits).sum(dtype=bits)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from project.errors import UserError, listed
+from project.exact.checks import MovedWeights, sum_of_bits
 from project.sharded.order import AddUp, Gather, Order
 from project.sharded.replaced import Replaced
 from project.step.ddp import broadcast_together, left_to_ranks
@@ -22,6 +24,7 @@ T = TypeVar("T")
 Hooks: TypeAlias = OrderedDict[int, Callable[..., object]]
 
 _STEP = "step_of_root"
+_STEPS = 3  # in the first one what is written may be what is there: a teacher's average with itself
 
 if TYPE_CHECKING:
 
@@ -70,6 +73,7 @@ class Root:
         self._sends_buffers = self._buffers_are_due = sends  # with the next forward pass. Exact refuses those that it moves
         self._accumulates = False  # the step continues after this micro-batch
         self._stays_gathered = False  # gathered, from one micro-batch of a step to the next
+        self._looked_at: set[int] = set()
         self._sent = order
         self._named = [*module.named_parameters()]  # shards, while nothing is gathered
         names = {id(part): name for name, part in module.named_modules()}
@@ -132,7 +136,7 @@ class Root:
         if self._buffers_are_due:
             self._send_buffers()
         self._buffers_are_due = self._sends_buffers and training and not self._accumulates
-        within = partial(self._run_without_root_hooks, step)
+        within = partial(self._run_without_root_hooks, partial(self._keep_writes, step) if self._is_early(training) else step)
         if training:
             return getattr(module, _STEP)(within, *args, **kwargs)
         with self._record_gather_order():
@@ -149,6 +153,26 @@ class Root:
         """Gives all ranks rank 0's buffers, with a step's first forward pass, as DistributedDataParallel does."""
         named = ((name, buffer) for name, buffer in self._root.named_buffers() if not isinstance(buffer, DTensor))
         broadcast_together(buffer for name, buffer in named if name not in self._left_to_ranks)
+
+    def _is_early(self, training: bool) -> bool:
+        """Returns whether this is the first micro-batch of one of the first steps: the host waits for the device there."""
+        step = self._root.trainer.global_step
+        if not training or step in self._looked_at or len(self._looked_at) == _STEPS:
+            return False
+        self._looked_at.add(step)
+        return True
+
+    def _keep_writes(self, step: Callable[..., T], *args: object, **kwargs: object) -> T:
+        """Runs a step; raises a UserError where it has written into a gathered copy, which is freed, and not into a shard."""
+        names = {name for name, parameter in self._root.named_parameters() if not isinstance(parameter, DTensor)}
+        before = MovedWeights(self._root, sum_of_bits, buffers=False, names=names)
+        output = step(*args, **kwargs)
+        if moved := [*before.moved_parameters()]:
+            raise UserError(
+                f"strategy=sharded: training_step writes into {listed(moved)}, which is gathered for the step, and the shards "
+                "stay as they were: what is written is lost. HINT: write in on_before_optimizer_step or on_train_batch_end."
+            )
+        return output
 
     def _begin_order(self, name: str) -> None:
         if self._sent:

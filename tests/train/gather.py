@@ -235,3 +235,12 @@ class Heads(Calling):
 
     def called(self) -> list[int]:
         return [self.trainer.global_rank]
+
+
+class Unit(Calling):
+    """Normalises a weight as its step begins."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.network[0].weight.copy_(nn.functional.normalize(self.network[0].weight))
+        return super().training_step(batch, batch_idx)

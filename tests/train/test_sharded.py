@@ -293,6 +293,7 @@ def test_what_can_not_be_sharded_is_refused(message):
         ((EXACT, "--model=tests.train.gather.Normed"), "'norm', which is logged, follows from parameters"),
         (("--model=tests.train.gather.OtherOrder",), "gathers blocks.1, where rank 1 gathers blocks.2"),
         (("--model=tests.train.gather.Heads",), "has no gradient of blocks.1.weight"),
+        (("--model=tests.train.gather.Unit",), "training_step writes into network.0.weight, which is gathered"),
         (
             ("--model=tests.train.gather.Stray", sharded(checkpoint_activations=True)),
             "rank 0 gathers blocks.1, where until now it gathers blocks.2, and not all ranks do so",
