@@ -20,7 +20,6 @@ from project.typed import TypedTrainer, typed
 
 log = logging.getLogger(__name__)
 
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _WARNED: set[str] = set()
 _LIBRARIES = ("lightning", "torch", "torchmetrics", "project")
@@ -195,14 +194,6 @@ class MovedWeights:
                 f"trainer.exact can't be kept: each micro-batch moves the parameter {name} {where}, outside the optimiser, "
                 f"and ranks have other micro-batches. HINT: {once}; or trainer.exact=false."
             )
-
-
-def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a number for a tensor's values: a copy of a network's size might not fit beside it."""
-    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.element_size() not in _BITS:
-        return torch.zeros(())
-    bits = _BITS[tensor.element_size()]
-    return tensor.view(bits).sum(dtype=bits)
 
 
 def is_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -9,8 +9,9 @@ from torch.optim import Optimizer
 
 from project.data.self_dealing import SelfDealing
 from project.errors import listed
-from project.exact.checks import MovedWeights, sum_of_bits
+from project.exact.checks import MovedWeights
 from project.sharded.strategy import is_sharded
+from project.step.bits import sum_of_bits
 from project.step.evaluation import loaders_of
 from project.typed import typed
 

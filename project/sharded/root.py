@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from project.errors import UserError, listed
-from project.exact.checks import MovedWeights, sum_of_bits
 from project.sharded.order import AddUp, Gather, Order
 from project.sharded.replaced import Replaced
+from project.step.bits import sum_of_bits
 from project.step.ddp import broadcast_together, left_to_ranks
 from project.step.state import step_state
 
@@ -164,13 +164,17 @@ class Root:
 
     def _keep_writes(self, step: Callable[..., T], *args: object, **kwargs: object) -> T:
         """Runs a step; raises a UserError where it has written into a gathered copy, which is freed, and not into a shard."""
-        names = {name for name, parameter in self._root.named_parameters() if not isinstance(parameter, DTensor)}
-        before = MovedWeights(self._root, sum_of_bits, buffers=False, names=names)
+        copies = [(name, each) for name, each in self._root.named_parameters() if not isinstance(each, DTensor)]
+        before = [sum_of_bits(each.detach()) for _, each in copies]
         output = step(*args, **kwargs)
-        if moved := [*before.moved_parameters()]:
+        changed = [
+            name for (name, each), bits in zip(copies, before, strict=True) if not torch.equal(sum_of_bits(each.detach()), bits)
+        ]
+        if changed:
             raise UserError(
-                f"strategy=sharded: training_step writes into {listed(moved)}, which is gathered for the step, and the shards "
-                "stay as they were: what is written is lost. HINT: write in on_before_optimizer_step or on_train_batch_end."
+                f"strategy=sharded: training_step writes into {listed(changed)}, which is gathered for the step, and the "
+                "shards stay as they were: what is written is lost. HINT: write in on_before_optimizer_step or "
+                "on_train_batch_end."
             )
         return output
 
