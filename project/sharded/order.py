@@ -2,13 +2,13 @@
 
 Where a rank calls another block than the others, it would get the weights of theirs, and give them its gradients. So each rank
 looks at what it is about to send: what has followed once, on all ranks, may follow again. Only where something new follows do
-the ranks compare, on their hosts; a rank that does so alone waits a while for the others, and refuses to go on.
+the ranks compare, on their hosts; a rank that does so alone reports that, and waits for the others.
 """
 
 import hashlib
+import logging
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import TypeAlias
 
 import torch
@@ -18,10 +18,12 @@ from torch import Tensor
 from project.cluster.group import Group
 from project.errors import UserError, listed
 
+log = logging.getLogger(__name__)
+
 Op: TypeAlias = "dist.ReduceOp | dist.ReduceOp.RedOpType"
 
-_PATIENCE = 30.0
-"""Seconds that a rank waits for the others where it goes another way than in the micro-batch before: less than a watchdog's."""
+_PATIENCE = 20.0
+"""Seconds that a rank waits, without a word, for the others where it goes another way than before: less than a watchdog's."""
 _LONGEST, _DIGEST = 240, 16  # bytes of a text, and of its digest
 _MOST = 100_000  # places that are kept: a network may go ever new ways, the same ones on all ranks
 _END = "ends its forward and backward pass"
@@ -74,16 +76,16 @@ class Order:
         digest = hashlib.md5(f"{self._count} {event}".encode(), usedforsecurity=False).digest()
         own = torch.frombuffer(bytearray((digest + event.encode()[:_LONGEST]).ljust(_DIGEST + _LONGEST)), dtype=torch.uint8)
         rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        rank, since = dist.get_rank(), time.monotonic()
+        rank, until = dist.get_rank(), time.monotonic() + _PATIENCE
         work = dist.all_gather(rows, own, group=self._group(), async_op=True)
-        try:
-            work.wait(*[timedelta(seconds=_PATIENCE)] if known else [])
-        except RuntimeError:
-            if not known or time.monotonic() - since < _PATIENCE:  # a rank is lost
-                raise
-            raise UserError(
-                f"strategy=sharded: rank {rank} {event}, where until now it {known}, and not all ranks do so. {_RULE}"
-            ) from None
+        while known and not work.is_completed() and time.monotonic() < until:
+            time.sleep(0.001)
+        if known and not work.is_completed():  # the watchdog ends the run, unless they are only late
+            log.error(
+                "strategy=sharded: rank %d %s, where until now it %s, and waits for all ranks to do so. %s",
+                *(rank, event, known, _RULE),
+            )
+        work.wait()
         for other, row in enumerate(rows):
             if not torch.equal(row, own):
                 text = bytes(row[_DIGEST:].tolist()).decode(errors="replace").strip()

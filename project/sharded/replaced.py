@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from weakref import ref
 
 import lightning.pytorch as pl
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -29,7 +29,9 @@ class Replaced:
 
     def __init__(self, network: nn.Module | None = None) -> None:
         named = dict(network.named_parameters()) if network is not None else {}
-        self.attributes = {name: dict(vars(parameter)) for name, parameter in named.items() if vars(parameter)}
+        plain = {name: parameter for name, parameter in named.items() if type(parameter) is nn.Parameter}
+        kept = {name: _without_tensors(vars(parameter)) for name, parameter in plain.items()}
+        self.attributes = {name: attributes for name, attributes in kept.items() if attributes}
         self._references = {name: ref(parameter) for name, parameter in named.items()}
 
     def give_attributes(self, network: nn.Module) -> None:
@@ -37,18 +39,17 @@ class Replaced:
         for name, parameter in network.named_parameters():
             give_attributes(parameter, self.attributes.get(name, {}))
 
-    def _left(self) -> dict[int, str]:
-        """Returns the names of parameters that something still holds, by their `id`."""
-        return {id(parameter): name for name, reference in self._references.items() if (parameter := reference()) is not None}
+    def _left(self) -> dict[int, tuple[str, nn.Parameter]]:
+        """Returns the parameters that something still holds, with their names, by their `id`."""
+        living = ((name, reference()) for name, reference in self._references.items())
+        return {id(parameter): (name, parameter) for name, parameter in living if parameter is not None}
 
-    def refuse_optimizers(self, optimizers: Iterable[Optimizer], network: nn.Module) -> None:
-        """Refuses an optimiser with a parameter that is not the network's: its gradients are added up nowhere."""
-        own, left = {id(parameter) for parameter in network.parameters()}, self._left()
+    def refuse_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
+        """Refuses an optimiser with a parameter of before: its gradients are added up nowhere."""
+        left = self._left()
         for optimizer in optimizers:
-            for parameter in (each for group in optimizer.param_groups for each in group["params"] if id(each) not in own):
-                name = left.get(id(parameter))
-                what = f"{name}, {_WHY}" if name else f"a parameter of {tuple(parameter.shape)} that is not the network's"
-                raise UserError(f"strategy=sharded: {type(optimizer).__name__} has {what}. {_HINT}.")
+            for parameter in (each for group in optimizer.param_groups for each in group["params"] if id(each) in left):
+                raise UserError(f"strategy=sharded: {type(optimizer).__name__} has {left[id(parameter)][0]}, {_WHY}. {_HINT}.")
 
     def refuse_holders(self, trainer: pl.Trainer) -> None:
         """Refuses an attribute of the network or of a callback that holds a parameter of before: it never changes again."""
@@ -59,7 +60,11 @@ class Replaced:
         parts = [(f"{name}{'.' if path else ''}{path}", part) for path, part in module.named_modules()]
         callbacks = [(type(callback).__name__, callback) for callback in callbacks_of(trainer, pl.Callback)]
         for place, parameter in held([*parts, *callbacks], lambda value: id(value) in left):
-            raise UserError(f"strategy=sharded: {place} holds {left[id(parameter)]}, {_WHY}. {_HINT}.")
+            raise UserError(f"strategy=sharded: {place} holds {left[id(parameter)][0]}, {_WHY}. {_HINT}.")
+
+
+def _without_tensors(attributes: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in attributes.items() if not isinstance(value, Tensor)}
 
 
 def give_attributes(parameter: nn.Parameter, attributes: Mapping[str, object]) -> None:
@@ -86,7 +91,7 @@ def users_types(network: nn.Module) -> Iterator[None]:
     """Gives modules the classes back of which `fully_shard` has made others: users choose groups by `type(module) is Block`."""
     sharded = [(part, type(part)) for part in network.modules() if isinstance(part, FSDPModule)]
     for part, kind in sharded:
-        part.__class__ = kind.__bases__[1]
+        part.__class__ = kind.__mro__[kind.__mro__.index(FSDPModule) + 1]
     try:
         yield
     finally:

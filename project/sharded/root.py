@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -70,7 +71,8 @@ class Root:
         self._parts = [cast("Part", part) for part in module.modules() if isinstance(part, FSDPModule)]
         self._left_to_ranks = left_to_ranks(module)
         sends = not exact and any(name not in self._left_to_ranks for name, _ in module.named_buffers())
-        self._sends_buffers = self._buffers_are_due = sends  # with the next forward pass. Exact refuses those that it moves
+        self._sends_buffers = sends and dist.get_world_size() > 1  # exact refuses buffers that a forward pass moves
+        self._buffers_are_due = dict.fromkeys((True, False), self._sends_buffers)
         self._accumulates = False  # the step continues after this micro-batch
         self._stays_gathered = False  # gathered, from one micro-batch of a step to the next
         self._looked_at: set[int] = set()
@@ -133,9 +135,11 @@ class Root:
             self._reshard()
         self._begin_order(name)
         self._stays_gathered = False
-        if self._buffers_are_due:
+        if self._buffers_are_due[training]:
             self._send_buffers()
-        self._buffers_are_due = self._sends_buffers and training and not self._accumulates
+            self._buffers_are_due[training] = False
+        if training and not self._accumulates:
+            self._buffers_are_due = dict.fromkeys((True, False), self._sends_buffers)
         within = partial(self._run_without_root_hooks, partial(self._keep_writes, step) if self._is_early(training) else step)
         if training:
             return getattr(module, _STEP)(within, *args, **kwargs)
@@ -152,7 +156,10 @@ class Root:
     def _send_buffers(self) -> None:
         """Gives all ranks rank 0's buffers, with a step's first forward pass, as DistributedDataParallel does."""
         named = ((name, buffer) for name, buffer in self._root.named_buffers() if not isinstance(buffer, DTensor))
-        broadcast_together(buffer for name, buffer in named if name not in self._left_to_ranks)
+        buffers = [buffer for name, buffer in named if name not in self._left_to_ranks]
+        if self._sent:  # one that grows with a rank's own batches would have another size there
+            self._sent.note(f"sends {sum(buffer.numel() for buffer in buffers):,} values of buffers")
+        broadcast_together(buffers)
 
     def _is_early(self, training: bool) -> bool:
         """Returns whether this is the first micro-batch of one of the first steps: the host waits for the device there."""
@@ -168,7 +175,10 @@ class Root:
         before = [sum_of_bits(each.detach()) for _, each in copies]
         output = step(*args, **kwargs)
         changed = [
-            name for (name, each), bits in zip(copies, before, strict=True) if not torch.equal(sum_of_bits(each.detach()), bits)
+            name
+            for (name, each), bits in zip(copies, before, strict=True)
+            if each.untyped_storage().nbytes()  # else the step has had it freed, as state_dict() does
+            and not torch.equal(sum_of_bits(each.detach()), bits)
         ]
         if changed:
             raise UserError(

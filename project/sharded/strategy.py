@@ -49,7 +49,7 @@ from project.sharded.refusals import (
 )
 from project.sharded.replaced import Replaced, refuse_hooks, users_types
 from project.sharded.root import Root
-from project.sharded.shards import gather, read_shard, shard_like, skip_overflow_on_all_ranks
+from project.sharded.shards import any_rank, gather, read_shard, shard_like, skip_overflow_on_all_ranks
 from project.sharded.tensor_parallel import Plan, parallelize_layers, plan_of, refuse_settings, refuse_single_rank
 from project.step.data_ranks import ByDataRanks
 from project.step.ddp import broadcast_from_rank_0
@@ -113,7 +113,7 @@ class Sharded(ByDataRanks):
         self._state: Mapping[str, Tensor] = {}  # the network's, where layers are shared
         self._before_values = ExitStack()
         self._root: Root | None = None  # of a network that is spread
-        self._replaced = Replaced()
+        self._replaced, self._gives_attributes = Replaced(), False
         self._hosts = Group()
         self._state_of_fit: TrainerState | None = None
 
@@ -192,6 +192,7 @@ class Sharded(ByDataRanks):
             self._refuse_unsendable_network(self.model, [average.module for average in averaged])
             plan = plan_of(self.model) if self._shared_layers else {}
             self._replaced = Replaced(self.model)
+            self._gives_attributes = any_rank([bool(self._replaced.attributes)])[0]
             blocks = self._shard_network(self.model, plan)
             self._replaced.give_attributes(self.model)
             for average in averaged:
@@ -220,8 +221,8 @@ class Sharded(ByDataRanks):
             with users_types(self.model):
                 self.setup_optimizers(trainer)
             prepare_optimizers(self.optimizers, self.exact)
-            self._replaced.refuse_optimizers(self.optimizers, self.model)
-        self._replaced.refuse_holders(trainer)
+            self._replaced.refuse_optimizers(self.optimizers)
+            self._replaced.refuse_holders(trainer)
         self.setup_precision_plugin()
 
     def _refuse_unsendable_network(self, model: nn.Module, copies: list[nn.Module]) -> None:
@@ -355,9 +356,10 @@ class Sharded(ByDataRanks):
     def _call(self, name: str, *args: object, **kwargs: object) -> object:
         if self._root is None:
             return getattr(self.lightning_module, name)(*args, **kwargs)
-        if self._replaced.attributes:
+        if self._gives_attributes:
             self._root.give_attributes(self._replaced)
             self._replaced.attributes.clear()
+            self._gives_attributes = False
         return self._root.run_step(name, *args, **kwargs)
 
     # A checkpoint ----------------------------------------------------------------------------------------------------

@@ -211,6 +211,15 @@ class Calling(Regression):
         return super().loss({**batch, "point": points})
 
 
+class Saving(Calling):
+    """Reads all weights within its step, which frees what is gathered."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.state_dict()
+        return loss
+
+
 class OtherOrder(Calling):
     """Calls them in an order of each rank."""
 
