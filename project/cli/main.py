@@ -273,7 +273,7 @@ class ProjectCLI(LightningCLI):
             self.parser.build = lambda make: report_small_build(partial(self._build, make))
         if is_spare():
             await_orders()
-            _set_rank()  # and for a terminal, it may be
+            _set_rank()  # its output is a terminal from here on, it may be
 
     def _is_built_by_rank_0(self) -> bool:
         """Returns whether the strategy gives the other ranks rank 0's network, block by block."""

@@ -20,7 +20,6 @@ from project.typed import TypedTrainer, typed
 
 log = logging.getLogger(__name__)
 
-
 _WARNED: set[str] = set()
 _LIBRARIES = ("lightning", "torch", "torchmetrics", "project")
 _INSTEAD = {
