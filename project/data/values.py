@@ -84,7 +84,10 @@ class Digests:
     def of(self, value: object) -> Digest:
         """Returns a digest; None where it can't be known whether the value has changed."""
         self._left = most = min(_VALUES, self._in_all)
-        digest = self._digest(value, _DEEPEST)
+        try:
+            digest = self._digest(value, _DEEPEST)
+        except Exception:  # a thread of the user's changes it at this moment, or its own state_dict or __len__ fails
+            digest = None
         self._in_all -= min(most, most - self._left)
         return digest
 

@@ -295,7 +295,7 @@ def _attached(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
     others += [(name, optimizer, _OF_OPTIMIZERS) for name, optimizer in _numbered(optimizers)]
     others += [(_name(module, path), parameter, ()) for path, parameter in module.named_parameters()]
     for name, owner, aside in others:
-        yield name, {key: value for key, value in vars(owner).items() if key not in aside and not key.startswith("_")}
+        yield name, {key: value for key, value in [*vars(owner).items()] if key not in aside and not key.startswith("_")}
 
 
 def _globals(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:

@@ -47,6 +47,25 @@ def test_a_set_or_a_dict_that_grows_is_another_one() -> None:
     assert digests.of({"a": 1}) != digests.of({"a": 2})
 
 
+class Live(dict[str, int]):
+    """A dict that another thread changes while it is read."""
+
+    def items(self) -> Any:
+        for item in super().items():
+            self[f"{len(self)}"] = 0
+            yield item
+
+
+class Unfit(torch.nn.Module):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("not fitted yet")
+
+
+@pytest.mark.parametrize("value", [Live(a=1), [Unfit()]])
+def test_what_cannot_be_read_at_this_moment_is_unknown(value: object) -> None:
+    assert Digests().of(value) is None
+
+
 class Remembering:
     @lru_cache  # noqa: B019
     def drawn(self, index: int) -> float:
