@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import project.cli.main
+import project.cli.project_cli
 from project.cli.complaints import complaint
 from tests.conftest import ROOT, forked
 
@@ -84,7 +85,7 @@ def say(*words):
 
 def all_complaints():
     """All of them in one process: what is fixed above, and a sample of what may be wrong anywhere."""
-    project.cli.main.ProjectCLI.before_fit = accept
+    project.cli.project_cli.ProjectCLI.before_fit = accept
     sys.path.insert(0, "")
     Path("sub").mkdir()
     for name, text in {"broken": "class Net(", "lacking": "import x_y", "raising": "1 / 0", "sub/besides": ""}.items():

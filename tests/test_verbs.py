@@ -14,7 +14,7 @@ from project.__main__ import _ENGINES, _READERS
 from project.cli import differences
 from project.cli.completion import completions
 from project.cli.keys import FILE, choices, document
-from project.cli.main import ProjectCLI
+from project.cli.project_cli import ProjectCLI
 from project.cli.verbs import VERBS
 from tests.conftest import ROOT, environment
 

@@ -16,7 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 import project.data.text  # classes that configs name, to be known here
 import project.model.gpt  # noqa: F401
-from project.cli.main import ProjectCLI, open_door
+from project.cli.project_cli import ProjectCLI, open_door
 from project.trainer import Trainer
 
 Schema = dict[str, Any]

@@ -13,8 +13,8 @@ import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 from rich.console import Console
 
-from project.cli.main import ProjectCLI
 from project.cli.main import main as run
+from project.cli.project_cli import ProjectCLI
 from project.cluster.cores import cores
 from project.data import ImageData
 from project.errors import UserError
