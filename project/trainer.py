@@ -57,9 +57,10 @@ from project.step.evaluated import note_failure
 from project.step.gathering import gather_evenly
 from project.step.gradients import Gradients
 from project.step.loaders import Loaders
-from project.step.logged import Logged, Results
+from project.step.logged import Logged
 from project.step.position import is_over, warn_if_cut_short
 from project.step.precision import on_cpu
+from project.step.results import Results
 from project.step.state import StepState
 from project.step.supported_strategies import refuse_strategy
 from project.survive.failure import BY_COMMAND

@@ -32,7 +32,7 @@ from project.checkpoints.writing import (
 from project.cluster.place import image
 from project.errors import UserError
 from project.sharded.shards import Split, split
-from project.step.logged import Flushes, TakesMeasurements, measurement_loggers
+from project.step.measurements import Flushes, TakesMeasurements, measurement_loggers
 from project.step.monitored import chosen_metric, is_better
 from project.step.position import out_of_time, position, stopped_within_epoch
 from project.typed import callbacks_of, typed

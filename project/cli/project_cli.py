@@ -47,7 +47,7 @@ from project.model import ImageClassifier
 from project.resume.changes import ChangedSettings
 from project.runs import Run, open_beside, open_run, run_of, saved_config, weights
 from project.sharded.meta_build import build_once
-from project.step.logged import resume_loggers
+from project.step.measurements import resume_loggers
 from project.step.supported_strategies import refuse_ranks_in_process
 from project.survive.failure import cause_of
 from project.survive.hang.watchdog import Watchdog

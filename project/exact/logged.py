@@ -23,7 +23,7 @@ from project.errors import UserError
 from project.exact.sums import ExactScalar, canonical_parts, exact_mean, exact_total, to_host
 from project.step.data_ranks import DataRanks
 from project.step.ddp import all_gather_numbers, all_gather_objects
-from project.step.logged import Results, Sums, Value
+from project.step.results import Results, Sums, Value
 
 _OF_MICRO_BATCH = {
     *("training_step", "on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward"),

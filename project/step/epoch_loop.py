@@ -10,9 +10,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from project.step.capture import is_capturable
 from project.step.chance import Moments
 from project.step.hooks import StepHooks
-from project.step.logged import Results
 from project.step.metric_states import States
 from project.step.position import counts, out_of_time, timers
+from project.step.results import Results
 from project.step.slow_path import WeightedResults
 from project.step.state import step_state
 from project.typed import Fetcher, StateDict, typed

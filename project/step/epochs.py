@@ -24,9 +24,9 @@ from project.errors import UserError
 from project.step.chance import Moments
 from project.step.ddp import wrap_again_if_outdated
 from project.step.evaluation import install_evaluations, loaders_of
-from project.step.logged import Results
 from project.step.loop import Steps
 from project.step.position import counts, is_over, stopped_within_epoch
+from project.step.results import Results
 from project.step.structure import Structure, apply_structure, current_structure
 from project.typed import StateDict, Stateful, typed
 

@@ -29,7 +29,7 @@ from project.sharded.shards import any_rank, local, max_over_ranks
 from project.sharded.strategy import is_sharded
 from project.step.data_ranks import data_ranks
 from project.step.finite import not_finite
-from project.step.logged import measurement_loggers
+from project.step.measurements import measurement_loggers
 from project.step.micro_batch import MicroBatch
 from project.step.optimizers import give_zero_momentum, is_fused
 from project.step.state import ends_step, micro_batch, step_state

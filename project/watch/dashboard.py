@@ -24,7 +24,7 @@ from project.masking import masked_text
 from project.sharded.strategy import is_sharded
 from project.step.epoch_loop import add_callback
 from project.step.gradients import gradient_norm
-from project.step.logged import measurement_loggers
+from project.step.measurements import measurement_loggers
 from project.step.optimizers import is_fused
 from project.tracebacks import title
 from project.typed import callbacks_of, typed

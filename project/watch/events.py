@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
-from project.step.logged import TakesMeasurements
+from project.step.measurements import TakesMeasurements
 from project.untrusted import open_to_append
 from project.watch.curves import board_tag
 

@@ -1,12 +1,11 @@
 """The history of a run, read from its folder: its starts and stops, its curves, its configuration, its checkpoints, its
-warnings; and the files that its page shows or links to. Nothing is imported that a login node would have to wait for, and
-nothing is changed. The folder may be somebody else's: no link is followed, and only so much is read of a file.
+warnings. Nothing is imported that a login node would have to wait for, and nothing is changed. The folder may be somebody
+else's: no link is followed, and only so much is read of a file.
 """
 
 import fcntl
 import os
 import re
-import stat
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +16,7 @@ from itertools import accumulate
 from math import inf, isfinite
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -34,13 +33,11 @@ from project.untrusted import (
     dump_yaml,
     parse_json,
     parse_yaml,
-    printable,
-    read_end,
     read_json,
     read_text,
 )
-from project.watch.asked import FOLDER
 from project.watch.curves import OURS, Curves, Picture, Point
+from project.watch.run_files import LOG, READ, end_of
 
 FILE = "life.jsonl"
 BESIDE = ("run", "resume", "change", "base", "doctor", "debug")
@@ -69,15 +66,7 @@ FRESH = 120.0
 """Seconds without a sign of life, after which a run of another host that nobody here holds is taken for dead."""
 _CLOCK = 60.0  # seconds, by which a clock may have been set since a start
 _TRACEBACK = 4_000  # characters
-
-LOG = "log.txt"
-_LINES, _LONGEST = 100, 500  # of the log's end, and characters of a line
-_TABLES, _CHECKPOINTS = 8, 20
-_READ = 1 << 17  # bytes of a log's end, or of a table
-_TABLE = re.compile(r"[\w-]{1,80}\.txt")
 _STEP = re.compile(r"step-(\d{1,18})", re.ASCII)
-_CHECKPOINT = re.compile(r"[\w.=-]{1,120}\.ckpt")
-_STACKS = re.compile(r"hang-rank\d{1,9}\.txt")
 _HINT, _NAMED = " HINT:", 80  # characters of a cause by which an entry of the log names it
 _HINTS = (
     (re.compile(r"\bOutOfMemoryError\b"), SMALLER_BATCH),
@@ -266,7 +255,7 @@ def read_history(folder: Path, name: str, in_training: bool = False) -> History:
         text = text if config == parsed else dump_yaml(config)
     except (yaml.YAMLError, OSError, ValueError):
         config, text = {}, masked_text(text)
-    warnings = _SAID.findall(_end(folder / LOG, _LOG))[-_WARNINGS:]
+    warnings = _SAID.findall(end_of(folder / LOG, _LOG))[-_WARNINGS:]
     config = config if isinstance(config, dict) else {}
     warnings = [entry for entry in warnings if not earlier or entry[0] >= date(lives[0].began)]
     return History(name, folder, lives, curves, config, text, newest, warnings, reader.pictures, earlier)
@@ -275,7 +264,7 @@ def read_history(folder: Path, name: str, in_training: bool = False) -> History:
 def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
     """Reads the lives of a run. `seen`: when, and at which step, the run has left something."""
     lives: list[Life] = []
-    for line in _end(path, _LIVES).splitlines():
+    for line in end_of(path, _LIVES).splitlines():
         if '"event"' not in line:
             continue
         try:
@@ -374,81 +363,11 @@ def _has_ended(life: Life) -> bool:
         return False
 
 
-def _end(path: Path, most: int) -> str:
-    with suppress(OSError):
-        return read_end(path, most)
-    return ""
-
-
 def _is_whole(manifest: Path) -> bool:
     """Returns whether a checkpoint and its manifest exist."""
     with suppress(OSError, ValueError):
         return manifest.with_suffix(".ckpt").exists() and bool(read_json(manifest, follow=False))
     return False
-
-
-# What a page shows or links to ---------------------------------------------------------------------------------------
-
-
-class File(NamedTuple):
-    """A file to link to, by its path within the run's folder; a folder has no size."""
-
-    path: str
-    size: int | None
-
-
-def file_to_link(folder: Path, path: Path) -> File | None:
-    """Returns a file or folder in the run's folder; None if it is neither, or does not exist."""
-    with suppress(OSError):
-        status = path.lstat()
-        if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode):
-            size = status.st_size if stat.S_ISREG(status.st_mode) else None
-            return File(path.relative_to(folder).as_posix(), size)
-    return None
-
-
-def log_end(folder: Path) -> str:
-    """Returns the last lines of the log."""
-    return "\n".join(printable(line, _LONGEST) for line in _end(folder / LOG, _READ).splitlines()[-_LINES:])
-
-
-def hint_of(history: "History") -> str:
-    """Returns what mends the cause of a run's end, by the error in its log that names this cause, or else by the
-    cause's kind; nothing where neither does.
-    """
-    last = history.lives[-1]
-    if _HINT in (last.why or ""):
-        return (last.why or "").partition(_HINT)[2].strip()
-    entries = [] if not last.why else _ENTRY.split(_end(history.folder / LOG, _READ))
-    cause = str(last.why).rpartition(" has failed: ")[2]  # without its rank, which the log has elsewhere
-    named = [text for text in entries if _HINT in text and cause[:_NAMED] in text and text[24:].startswith(_FAULTS)]
-    if named:
-        return named[-1].rpartition(_HINT)[2].partition("\n")[0].strip()
-    return next((hint for pattern, hint in _HINTS if pattern.search(last.why or "")), "")
-
-
-def stacks(folder: Path) -> list[File]:
-    """Returns the files of the ranks' stacks that a hang has left."""
-    paths = sorted(path for path in folder.glob("hang-rank*.txt") if _STACKS.fullmatch(path.name))
-    return [file for path in paths[:_CHECKPOINTS] if (file := file_to_link(folder, path))]
-
-
-def newest_checkpoints(folder: Path) -> list[File]:
-    """Returns the newest checkpoints, the last one first, by their names."""
-    if (folder / "checkpoints").is_symlink():
-        return []
-    names = sorted((path for path in folder.glob("checkpoints/*.ckpt") if _CHECKPOINT.fullmatch(path.name)), reverse=True)
-    return [file for path in names[:_CHECKPOINTS] if (file := file_to_link(folder, path))]
-
-
-def profiles(folder: Path) -> dict[str, str]:
-    """Returns the newest tables of profiles, by their paths."""
-    paths = [] if (folder / FOLDER).is_symlink() else sorted(folder.glob(f"{FOLDER}/*.txt"), reverse=True)[:_TABLES]
-    tables = {f"{FOLDER}/{path.name}": _end(path, _READ) for path in paths if _TABLE.fullmatch(path.name)}
-    return {name: table for name, table in tables.items() if table}
-
-
-# Figures -------------------------------------------------------------------------------------------------------------
 
 
 def longest(shares: Mapping[str, float]) -> str:
@@ -479,3 +398,18 @@ def of_the_module(tag: str) -> bool:
 def date(time: float) -> str:
     """Returns the text of a time, in this machine's time zone."""
     return f"{datetime.fromtimestamp(time):%Y-%m-%d %H:%M:%S}"
+
+
+def hint_of(history: History) -> str:
+    """Returns what mends the cause of a run's end, by the error in its log that names this cause, or else by the
+    cause's kind; nothing where neither does.
+    """
+    last = history.lives[-1]
+    if _HINT in (last.why or ""):
+        return (last.why or "").partition(_HINT)[2].strip()
+    entries = [] if not last.why else _ENTRY.split(end_of(history.folder / LOG, READ))
+    cause = str(last.why).rpartition(" has failed: ")[2]  # without its rank, which the log has elsewhere
+    named = [text for text in entries if _HINT in text and cause[:_NAMED] in text and text[24:].startswith(_FAULTS)]
+    if named:
+        return named[-1].rpartition(_HINT)[2].partition("\n")[0].strip()
+    return next((hint for pattern, hint in _HINTS if pattern.search(last.why or "")), "")

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from project.cluster.gpu import NoLibrary, Telemetry
 from project.cluster.place import host
 from project.errors import UserError
-from project.step.logged import TakesMeasurements
+from project.step.measurements import TakesMeasurements
 from project.step.position import planned_steps
 from project.typed import typed
 from project.watch.history import FILE, PHASES, lives_of

@@ -14,21 +14,9 @@ from project.watch.charts import COLOURS, HEALTH, OF_RANKS, SPEED, Chart, Line, 
 from project.watch.curves import Picture, Point
 from project.watch.figures import best, did_not_learn, direction, learning_rates, metrics
 from project.watch.goodput import goodput
-from project.watch.history import (
-    LOG,
-    PHASES,
-    SKIPPED,
-    History,
-    date,
-    file_to_link,
-    hint_of,
-    log_end,
-    newest_checkpoints,
-    of_the_module,
-    profiles,
-    stacks,
-)
+from project.watch.history import PHASES, SKIPPED, History, date, hint_of, of_the_module
 from project.watch.pages import duration, ranks, rendered
+from project.watch.run_files import LOG, file_to_link, log_end, newest_checkpoints, profiles, stacks
 
 PAGE, SUMMARY = "report.html", "summary.json"
 _RUNS = "lightning_logs"  # in which a run is known by its name

@@ -32,7 +32,7 @@ from project.cluster.place import MEMORY, host, short
 from project.errors import UserError
 from project.step.data_ranks import data_ranks
 from project.step.ddp import all_gather_objects
-from project.step.logged import measurement_loggers
+from project.step.measurements import measurement_loggers
 from project.step.optimizers import learning_rates
 from project.step.state import ends_step, micro_batch
 from project.typed import callbacks_of, typed

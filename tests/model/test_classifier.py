@@ -21,7 +21,7 @@ from project.errors import UserError
 from project.model import ImageClassifier, MiniResNet, classifier
 from project.model.classifier import lr_factor, refuse_overwritten_gradients
 from project.model.delayed import DelayedSums
-from project.resume.checkpoint import resize_buffers
+from project.resume.network import resize_buffers
 from project.trainer import Trainer
 from scripts.bench.worker import Trivial
 from tests.conftest import TINY, forked
