@@ -282,8 +282,11 @@ class Trainer(NotesWhoStops, TypedTrainer):
 
     def _run(self, model: LightningModule, *args: Any, **kwargs: Any) -> Any:
         """Called for every verb, in every process, before anything is set up."""
+        with self._moments.verb():
+            return self._run_verb(model, *args, **kwargs)
+
+    def _run_verb(self, model: LightningModule, *args: Any, **kwargs: Any) -> Any:
         self.resuming.begin_verb(kwargs.get("ckpt_path"), kwargs.get("weights_only"))
-        self._moments.begin_verb()
         self.stopped_by = ""
         if isinstance(self.precision_plugin, DoublePrecision):
             self.precision_plugin.convert_module(model)  # Lightning: after averages were made, which round in float32

@@ -65,15 +65,6 @@ def check(checkpoint: StateDict) -> None:
     """Raises a UserError that names the part of a checkpoint that could not be read again. Skips what tensors hold."""
     if not (problem := _reading_problem(checkpoint)):
         return
-    for key in ("hyper_parameters", "datamodule_hyper_parameters"):
-        reasons = {name: why for name, value in (checkpoint.get(key) or {}).items() if (why := _reading_problem(value))}
-        if names := [*reasons]:
-            raise UserError(
-                f"A run could not resume from this checkpoint: {', '.join(names)}, which save_hyperparameters keeps, can't be "
-                f"read again ({reasons[names[0]]}). HINT: self.save_hyperparameters(ignore={names}); for a library's class, an "
-                f"on_save_checkpoint of your module that takes them out of checkpoint[{key!r}]. load_from_checkpoint takes "
-                "them by name."
-            )
     states = checkpoint.get("callbacks") or {}
     parts = {
         **{f"the state of the callback {str(name).partition('{')[0]}": state for name, state in states.items()},
@@ -85,6 +76,14 @@ def check(checkpoint: StateDict) -> None:
         f"A run could not resume from this checkpoint: {name} holds what can't be read again ({problem}). HINT: keep plain "
         "tensors, arrays, numbers, strings, lists and dicts in what is saved (state_dict, get_extra_state, on_save_checkpoint)."
     )
+
+
+def unreadable_items(part: Mapping[str, object]) -> dict[str, str]:
+    """Returns the items of a part of a checkpoint that could not be read again, with the names of their classes; of a class,
+    its own.
+    """
+    kinds = {name: value if isinstance(value, type) else type(value) for name, value in part.items()}
+    return {name: f"{kinds[name].__module__}.{kinds[name].__qualname__}" for name in part if _reading_problem(part[name])}
 
 
 def _reading_problem(part: object) -> str:

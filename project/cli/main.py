@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,7 +26,7 @@ from project.cluster.connection import close_connections
 from project.cluster.place import host, restarts
 from project.cluster.settings import flat
 from project.config_files import config_of_run, documents, expand, named_configs, option, run_config, strangers
-from project.errors import WRONG, NonFiniteError, UserError
+from project.errors import WRONG, NonFiniteError, UserError, listed
 from project.launch import early_start
 from project.launch.fork_server import is_fork_server, is_forked, report_as_rank
 from project.launch.launcher import LaunchError, detect, rank_said
@@ -45,6 +46,8 @@ from project.watch.report import write
 
 log = logging.getLogger(__name__)
 
+PATIENCE = 10.0
+"""Seconds that a process has for its end before the threads that keep it are reported."""
 _SAMPLES = 32
 """Samples that a message lists."""
 
@@ -98,6 +101,28 @@ def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Tr
             _write_report(ran, say)
             if not closed:
                 exit_at_once(why)
+            if _threads():
+                watch = threading.Timer(PATIENCE, _report_threads, (why,))
+                watch.daemon = True
+                watch.start()
+
+
+def _threads() -> list[str]:
+    """Returns the names of the threads for which Python waits before it ends."""
+    return [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
+
+
+def _report_threads(why: BaseException | None) -> None:
+    """Reports threads that keep this process from its end. One that has failed ends at once: a launcher, or other ranks, wait
+    for its exit code.
+    """
+    if isinstance(why, SystemExit) and why.code:
+        exit_at_once(why)
+    if names := _threads():
+        log.warning(
+            "The run is over, and Python waits for %s. HINT: daemon=True in threading.Thread, or end the thread in teardown.",
+            listed([f"the thread {name}" for name in names]),
+        )
 
 
 def _end(error: Exception, rank: int) -> int:

@@ -24,7 +24,7 @@ from torch import nn
 
 from project.checkpoints.callback import Checkpoints, checkpoints_of
 from project.checkpoints.reading import Manifest, Verification, memory_folder
-from project.cli.class_paths import Refusal, take_functions
+from project.cli.class_paths import START, Refusal, take_functions
 from project.cli.config import HelpAll, Parser, SaveConfig, save_config, touches_nothing
 from project.cli.ranks import set_rank
 from project.cli.verbs import ABOUT
@@ -248,7 +248,7 @@ class ProjectCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         settings = self.config[self.subcommand]
-        root = Path(settings.trainer.default_root_dir or ".").absolute()
+        root = START[0] / (settings.trainer.default_root_dir or "")  # a module's __init__ may have changed the directory
         self.folder = root / RUNS
         launch = detect()
         self._saved: Configuration | None = None

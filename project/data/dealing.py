@@ -251,8 +251,8 @@ def chance_kept() -> Iterator[None]:
 
 def restore_generators() -> Callable[[], None]:
     """Returns a function that sets the random generators to the states that they have now."""
-    devices = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
-    device = torch.cuda.get_rng_state() if devices else None
+    begun = torch.cuda.is_initialized()
+    device = torch.cuda.get_rng_state() if begun and not torch.cuda.is_current_stream_capturing() else None
     states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
 
     def restore() -> None:
@@ -261,6 +261,8 @@ def restore_generators() -> Callable[[], None]:
         np.random.set_state(states[2])
         if device is not None:
             torch.cuda.set_rng_state(device)
+        elif not begun and torch.cuda.is_initialized():  # as torch has it where it is begun
+            torch.cuda.manual_seed(torch.initial_seed())
 
     return restore
 

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from project.checkpoints.callback import checkpoints_of
 from project.checkpoints.exchange import bring_parts, has_all_parts
 from project.checkpoints.reading import SafeCheckpointIO, memory_folder, newest_good, set_aside_later, whole_manifest
+from project.checkpoints.writing import unreadable_items
 from project.cluster import shared_folder
 from project.errors import FaultError, UserError
 from project.masking import MASK, without_secrets
@@ -66,7 +67,8 @@ class Resuming(_CheckpointConnector):
     _shapes_as_built: Shapes = MappingProxyType({})
     """The network at the start of the fit."""
     _optimizers_as_built = ""
-    _has_warned_of_secrets = False
+    _unreadable: dict[tuple[str, str], str] | None = None
+    """What checkpoints have in place of hyper-parameters that can't be read again, by part and name; None before the first."""
     values_as_built: Attributes = MappingProxyType({})
     """The values that the user's objects keep in Python, before any step."""
     changed_values: Mapping[str, bytes] = MappingProxyType({})
@@ -99,7 +101,7 @@ class Resuming(_CheckpointConnector):
     def dump_checkpoint(self, weights_only: bool | None = None) -> StateDict:
         """Returns a checkpoint of this moment. All ranks must call this together; nothing is copied or written."""
         checkpoint: StateDict = super().dump_checkpoint(weights_only)
-        self._mask_secrets(checkpoint)
+        self._replace_hyperparameters(checkpoint)
         if self.trainer.state.fn == "fit" and not weights_only:
             self._add_position(checkpoint)
         if self._schedules_as_built is not None and not weights_only:
@@ -142,19 +144,32 @@ class Resuming(_CheckpointConnector):
         checkpoint["logged_sums"] = self._steps._results.sums(data_ranks(self.trainer))
         checkpoint |= typed(self.trainer).logged.metrics_of_ranks()
 
-    def _mask_secrets(self, checkpoint: StateDict) -> None:
-        """Masks the secrets that `save_hyperparameters` keeps: a checkpoint is copied and given away."""
+    def _replace_hyperparameters(self, checkpoint: StateDict) -> None:
+        """Replaces what `save_hyperparameters` keeps and no checkpoint has: secrets, since it is copied and given away, and
+        what can't be read again, such as a class.
+        """
         masked: set[str] = set()
+        is_first = self._unreadable is None
+        self._unreadable = unreadable = self._unreadable or {}
         for part in ("hyper_parameters", "datamodule_hyper_parameters"):
-            if part in checkpoint:
-                checkpoint[part] = without_secrets(checkpoint[part], masked)
-        if masked and not self._has_warned_of_secrets and self.trainer.is_global_zero:
-            log.warning(
-                "Checkpoints have %s in place of what save_hyperparameters keeps as %s. HINT: load_from_checkpoint takes the "
-                "real values by name; save_hyperparameters(ignore=[...]) leaves them out.",
-                *(MASK, ", ".join(sorted(masked))),
-            )
-            self._has_warned_of_secrets = True
+            if part not in checkpoint:
+                continue
+            checkpoint[part] = kept = without_secrets(checkpoint[part], masked)
+            if not isinstance(kept, dict):
+                continue
+            if is_first:
+                unreadable |= {(part, name): f"(not saved: {kind})" for name, kind in unreadable_items(kept).items()}
+            if texts := {name: text for (of, name), text in unreadable.items() if of == part and name in kept}:
+                checkpoint[part] = {**kept, **texts}
+        if not (is_first and self.trainer.is_global_zero):
+            return
+        for names, text in ((masked, MASK), (sorted({name for _, name in unreadable}), "(not saved: ...)")):
+            if names:
+                log.warning(
+                    "Checkpoints have %s in place of what save_hyperparameters keeps as %s. HINT: load_from_checkpoint takes "
+                    "the real values by name; save_hyperparameters(ignore=[...]) leaves them out.",
+                    *(text, ", ".join(sorted(names))),
+                )
 
     def _warn_of_other_optimizers(self) -> None:
         """Warns where the optimisers are others than `configure_optimizers` made: a resumed run could not load their states."""

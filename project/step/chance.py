@@ -8,6 +8,7 @@ outside any moment are reported: nothing says how often another rank, or a resum
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -18,7 +19,15 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
-from project.data.dealing import States, chance_kept, drawn_from, generator_states, seed_generators, warn_of_draws
+from project.data.dealing import (
+    States,
+    chance_kept,
+    drawn_from,
+    generator_states,
+    restore_generators,
+    seed_generators,
+    warn_of_draws,
+)
 from project.data.order import chance
 from project.errors import UserError
 from project.step.evaluated import arriving_key, begin_evaluated_micro_batch
@@ -91,9 +100,19 @@ class Moments:
         vars(profiler).pop("profile", None)  # of another Trainer that had it
         profiler.profile = partial(self._wrap_profile, profiler.profile)
 
-    def begin_verb(self) -> None:
-        """Begins another fit, or another verb: what a script draws between two of them belongs to neither."""
+    @contextmanager
+    def verb(self) -> Iterator[None]:
+        """Runs a fit, or another verb. What a script draws between two of them belongs to neither, and is what it would draw
+        without them.
+        """
         self._checks, self._batches_to_check, self._states_at_last_moment = True, _CHECKED_BATCHES, None
+        restore = restore_generators()
+        try:
+            yield
+        finally:
+            self.stop_checking()
+            if not isinstance(sys.exc_info()[1], torch.AcceleratorError):  # else the device answers nothing any more
+                restore()
 
     def _wrap_profile(self, profile: Profile, action: str) -> AbstractContextManager[object]:
         """Takes the place of the profiler's `profile`: seeds the generators around the hooks of the user's code, and for a
@@ -166,9 +185,7 @@ class Moments:
     # What is drawn outside ---------------------------------------------------------------------------------------------
 
     def stop_checking(self) -> None:
-        """Stops the check of draws outside any moment, as a loader is left as it is: its iterators draw from the global
-        generators there.
-        """
+        """Stops the check of draws outside any moment: the iterators of a loader that is left as it is draw there."""
         self._checks, self._states_at_last_moment = False, None
 
     @contextmanager

@@ -423,19 +423,20 @@ class Loaders(_DataConnector):
             return
         self._warned.add(stage)
         ranks = data_ranks(trainer).count
-        dataset = getattr(loader, "dataset", None)
-        if ranks > 1 and isinstance(dataset, IterableDataset):
+        read = getattr(loader, "dataset", None) if isinstance(loader, DataLoader) else loader
+        repeats = ranks > 1 and (isinstance(read, IterableDataset) or read is loader)
+        if repeats:
             log.warning(
                 "Each of %d ranks reads all of the %s set (%s), which can only be read from its beginning: an epoch has each "
                 "sample %d times, unless the dataset asks for its rank by itself. HINT: leave out the other ranks' samples in "
                 "its __iter__ (torch.distributed.get_rank), or bring a dataset with indices.",
-                *(ranks, stage, type(dataset).__name__, ranks),
+                *(ranks, stage, type(read).__name__, ranks),
             )
         stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        others = "" if repeats else " On another number of ranks they are others."
+        again = "" if stateful or stage != "train" else " A run that was stopped within an epoch begins its data anew."
         log.warning(
-            "The %s loader (%s) gives its samples in its own order: %s. On another number of ranks they are others%s",
-            *(stage, type(loader).__name__, why),
-            "." if stateful or stage != "train" else ", and a run that was stopped within an epoch begins its data anew.",
+            "The %s loader (%s) gives its samples in its own order: %s.%s%s", stage, type(loader).__name__, why, others, again
         )
 
 

@@ -1,6 +1,7 @@
 """The end of the program: what a user's code leaves to Python's own end is done, though libraries are not taken apart."""
 
 import cProfile
+import json
 import pstats
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Cli, environment
+from tests.conftest import Cli, environment, forked
 
 FIT = ("fit", "--model=tests.watch.test_progress.Named", "--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--run=it")
 LEFT = """
@@ -46,6 +47,39 @@ def test_nothing_that_a_users_code_leaves_to_the_end_is_lost(cli: Cli, tmp_path:
     assert {path.name: path.read_text() for path in tmp_path.glob("of *")} == {
         f"of {name}": "whole" for name in ("the module", "a callback", "an exit handler", "a thread", "an object")
     }
+
+
+KEEPING = """
+import logging, os, tempfile, threading
+import project.cli.main
+from lightning.pytorch import Callback
+
+class Keeping(Callback, logging.Handler):
+    def __init__(self, fails: bool = False):
+        logging.Handler.__init__(self)
+        self.fails, self.reported = fails, threading.Event()
+        project.cli.main.PATIENCE = 0.1
+        os.chdir(tempfile.mkdtemp(dir="."))  # where the run's folder is not to be
+
+    def on_train_start(self, trainer, pl_module):
+        logging.getLogger("project").addHandler(self)
+        threading.Thread(target=self.reported.wait, name="mine").start()
+        if self.fails:
+            raise RuntimeError("as it was to")
+
+    def emit(self, record):
+        if "Python waits for the thread mine" in record.getMessage():
+            self.reported.set()
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_thread_that_keeps_a_process_is_named_and_keeps_no_exit_code(tmp_path: Path, fails: bool) -> None:
+    (tmp_path / "keeping.py").write_text(KEEPING)
+    callback = {"class_path": "keeping.Keeping", "init_args": {"fails": fails}}
+    run = forked(tmp_path, *FIT, f"--trainer.callbacks+={json.dumps(callback)}", PYTHONPATH=str(tmp_path))
+    assert run.code == int(fails), run.output
+    assert (tmp_path / "lightning_logs/it/life.jsonl").exists()
 
 
 @pytest.mark.slow

@@ -119,11 +119,11 @@ class Stream(IterableDataset):
         yield from range(4)
 
 
-def test_a_dataset_that_each_rank_reads_whole_is_warned_of(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("loader", [DataLoader(Stream()), Stream()])
+def test_a_dataset_that_each_rank_reads_whole_is_warned_of(tmp_path, monkeypatch, caplog, loader):
     trainer = Trainer(default_root_dir=tmp_path, logger=False, accelerator="cpu", enable_progress_bar=False)
     monkeypatch.setattr(loaders, "data_ranks", lambda trainer: SimpleNamespace(count=3, rank=0, shared_by=1))
     trainer._data_connector.note_limits()
-    trainer._data_connector._prepare_undealt(
-        DataLoader(Stream()), RunningStage.VALIDATING, "it can only be read from its beginning"
-    )
+    trainer._data_connector._prepare_undealt(loader, RunningStage.VALIDATING, "it can only be read from its beginning")
     assert "Each of 3 ranks reads all of the val set (Stream)" in caplog.text
+    assert "they are others" not in caplog.text

@@ -1,6 +1,7 @@
 """What is drawn at random is a function of the run, wherever it is drawn."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -8,10 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from lightning.pytorch import seed_everything
 
 from project import Trainer
+from project.data.dealing import chance_kept
 from project.errors import UserError
 from tests.conftest import forked
 from tests.own import PointsData, Regression
@@ -99,3 +103,29 @@ def test_what_a_script_draws_between_two_verbs_is_its_own(tmp_path: Path, monkey
     trainer.fit_loop.max_epochs, trainer.loggers = 2, [Moody(tmp_path)]
     with pytest.raises(UserError, match=r"random numbers \(random\) were drawn outside any hook"):
         trainer.fit(Regression(), datamodule=PointsData())
+
+
+def test_a_script_draws_what_it_would_without_the_verbs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else each trial of a search, or each member of an ensemble, is the second one again."""
+    monkeypatch.chdir(tmp_path)
+
+    def drawn(verb: str | None) -> list[float]:
+        seed_everything(5, verbose=False)
+        numbers: list[float] = []
+        for trial in range(3):
+            numbers += [random.random(), np.random.rand(), float(torch.rand(()))]
+            module, data = Regression(), PointsData()
+            if verb:
+                at = {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path / f"{verb}-{trial}", "logger": False}
+                trainer = Trainer(max_epochs=1, limit_val_batches=1, enable_progress_bar=False, **at)
+                getattr(trainer, verb)(module, datamodule=data)
+                if verb == "fit":
+                    with chance_kept():
+                        torch.rand(1)
+                        trainer.save_checkpoint(tmp_path / "saved.ckpt")
+        return numbers
+
+    assert drawn("fit") == drawn("validate") == drawn(None)
+    assert "outside any hook" not in caplog.text
