@@ -283,31 +283,28 @@ class Trainer(NotesWhoStops, TypedTrainer):
     def _run(self, model: LightningModule, *args: Any, **kwargs: Any) -> Any:
         """Called for every verb, in every process, before anything is set up."""
         with self._moments.verb():
-            return self._run_verb(model, *args, **kwargs)
-
-    def _run_verb(self, model: LightningModule, *args: Any, **kwargs: Any) -> Any:
-        self.resuming.begin_verb(kwargs.get("ckpt_path"), kwargs.get("weights_only"))
-        self.stopped_by = ""
-        if isinstance(self.precision_plugin, DoublePrecision):
-            self.precision_plugin.convert_module(model)  # Lightning: after averages were made, which round in float32
-        if self.num_nodes > 1:
-            connect_hosts(self, self._join_timeout)
-        elif self.world_size > 1:
-            connect_on_loopback(self)
-        self._data_connector.begin_verb()
-        for callback in self.callbacks:
-            if isinstance(callback, Watchdog):
-                callback.start(self)
-        if self._threads is not None and self.strategy.root_device.type == "cpu":
-            checks.fix_threads(self._threads, self.exact)
-        try:
-            results = super()._run(model, *args, **kwargs)
-        except Exception as error:
-            note_failure(self)
-            if isinstance(error, torch.AcceleratorError):
-                # Nothing comes back from a device that has failed: to try it would hide its error behind another.
-                self._teardown = self._signal_connector.teardown  # type: ignore[method-assign]
-            raise
-        if self.state.fn == TrainerFn.FITTING:
-            warn_if_cut_short(self, self._time_limit)
-        return results
+            self.resuming.begin_verb(kwargs.get("ckpt_path"), kwargs.get("weights_only"))
+            self.stopped_by = ""
+            if isinstance(self.precision_plugin, DoublePrecision):
+                self.precision_plugin.convert_module(model)  # Lightning: after averages were made, which round in float32
+            if self.num_nodes > 1:
+                connect_hosts(self, self._join_timeout)
+            elif self.world_size > 1:
+                connect_on_loopback(self)
+            self._data_connector.begin_verb()
+            for callback in self.callbacks:
+                if isinstance(callback, Watchdog):
+                    callback.start(self)
+            if self._threads is not None and self.strategy.root_device.type == "cpu":
+                checks.fix_threads(self._threads, self.exact)
+            try:
+                results = super()._run(model, *args, **kwargs)
+            except Exception as error:
+                note_failure(self)
+                if isinstance(error, torch.AcceleratorError):
+                    # Nothing comes back from a device that has failed: to try it would hide its error behind another.
+                    self._teardown = self._signal_connector.teardown  # type: ignore[method-assign]
+                raise
+            if self.state.fn == TrainerFn.FITTING:
+                warn_if_cut_short(self, self._time_limit)
+            return results
