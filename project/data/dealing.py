@@ -85,7 +85,7 @@ class DealtLoader(DataLoader[object]):
             if batch is _END:  # a loader may have been stopped in between
                 break
             self.taken.append(key)
-            yield apply_to_collection(batch, torch.Tensor, _aligned) if self.aligned else batch
+            yield apply_to_collection(batch, torch.Tensor, _aligned, allow_frozen=True) if self.aligned else batch
         self.keys.start_over()
 
 

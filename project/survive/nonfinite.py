@@ -281,7 +281,7 @@ def _bad_inputs(batch: object, size: int) -> list[int]:
         if values.is_floating_point() and values.ndim and len(values) == size:
             bad.update((~values.reshape(size, -1).isfinite()).any(1).nonzero().flatten().tolist())
 
-    apply_to_collection(batch, Tensor, look)
+    apply_to_collection(batch, Tensor, look, allow_frozen=True)
     return sorted(bad)
 
 

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -278,7 +279,7 @@ def tensors_in(output: object) -> Iterator[Tensor]:
     if isinstance(output, Tensor) and plain(output):
         yield output
     if is_dataclass(output) and not isinstance(output, (type, Mapping)):
-        output = {field.name: vars(output).get(field.name) for field in fields(output)}
+        output = {field.name: getattr(output, field.name, None) for field in fields(output)}
     if isinstance(output, (Mapping, list, tuple)):
         for value in output.values() if isinstance(output, Mapping) else output:
             yield from tensors_in(value)
@@ -303,7 +304,11 @@ class ModuleOutputs:
 
     def _listener(self, name: str) -> Callable[[nn.Module, object, object], None]:
         def listen(part: nn.Module, args: object, output: object) -> None:
-            tensors = [] if torch.compiler.is_compiling() or len(self.calls) >= _CALLS else list(tensors_in(output))
+            if torch.compiler.is_compiling() or len(self.calls) >= _CALLS:
+                return
+            tensors: list[Tensor] = []
+            with suppress(Exception):  # an object of the user's that can't be read, or a list that is in itself
+                tensors += islice(tensors_in(output), _CALLS)
             if tensors and not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph's change each time
                 # One by one: they may lie on several devices.
                 each = [together(Checksums([tensor])()).to(tensors[0].device) for tensor in tensors]

@@ -1,5 +1,7 @@
 """What can't be the same on any number of ranks is refused, with its name and what to do."""
 
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
@@ -9,7 +11,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from torchmetrics import MeanSquaredError, PearsonCorrCoef
 
 from project import Trainer
-from project.errors import UserError
+from project.errors import NonFiniteError, UserError
 from tests.own import Duel, Points, Regression
 
 
@@ -355,6 +357,31 @@ def test_a_batch_that_lies_anywhere_in_memory_is_aligned(fit):
 
     fit(Sees(), DataLoader(Points(12), batch_size=2, collate_fn=shifted))
     assert Sees.at == {0}
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A batch that Lightning moves by its own `to`."""
+
+    point: torch.Tensor
+    sum: torch.Tensor
+
+    def to(self, device: torch.device, **_: Any) -> "Fixed":
+        return Fixed(self.point.to(device), self.sum.to(device))
+
+
+@pytest.mark.parametrize("factor", [1.0, float("nan")])
+def test_a_batch_that_cannot_be_changed_is_taken(fit, factor):
+    class OfFixed(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.loss(vars(batch)) * factor
+
+    def collate(items):
+        batch = torch.utils.data.default_collate(items)
+        return Fixed(batch["point"], batch["sum"])
+
+    with nullcontext() if factor == 1 else pytest.raises(NonFiniteError):
+        fit(OfFixed(), DataLoader(Points(12), batch_size=2, collate_fn=collate))
 
 
 @pytest.mark.parametrize(("settings", "threads"), [({}, 1), ({"threads": 2}, 2)])

@@ -1,7 +1,7 @@
 """What each module gives, whatever it is and whatever it returns."""
 
-from collections import namedtuple
-from dataclasses import dataclass
+from collections import UserDict, namedtuple
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,17 @@ Pair = namedtuple("Pair", "first second")
 class Output:
     logits: Tensor
     parts: dict[str, Tensor]
+
+
+@dataclass(slots=True)
+class Slots:
+    hidden: Tensor
+    unset: Tensor = field(init=False)
+
+
+class Unreadable(UserDict[str, Tensor]):
+    def values(self):
+        raise RuntimeError("not now")
 
 
 class Many(nn.Module):
@@ -36,6 +47,7 @@ def test_each_output_of_any_kind_is_heard_while_it_listens():
     kinds = (
         lambda x: x, lambda x: (x, None, [x, "word"]), lambda x: {"a": x, "b": 3}, lambda x: Pair(x, x),
         lambda x: Output(x, {"part": x}), lambda x: x.long(), lambda x: x > 0, lambda x: x.expand(5, *x.shape),
+        Slots,
     )  # fmt: skip
     network = nn.ModuleList([Many(make) for make in kinds])
 
@@ -53,6 +65,17 @@ def test_each_output_of_any_kind_is_heard_while_it_listens():
     assert first == repeated
     assert all(value != another for (_, value), (_, another) in zip(first, negated, strict=True))
     assert not any(part._forward_hooks for part in network)
+
+
+def test_an_output_that_cannot_be_read_does_no_harm():
+    endless: list[Tensor | list] = [torch.zeros(2)]
+    endless.append(endless)
+    network = nn.ModuleList([Many(lambda x: Unreadable(a=x)), Many(lambda x: endless)])
+    outputs = ModuleOutputs(network)
+    for part in network:
+        part(torch.ones(2))
+    outputs.end()
+    assert names(outputs) == ["1 (Many)"]
 
 
 def test_nothing_of_what_was_translated_or_has_no_tensors():
