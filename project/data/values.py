@@ -117,13 +117,13 @@ class Digests:
             return None
         if isinstance(value, (Tensor, np.ndarray)):
             return self._of_numbers(value, deep)
+        if isinstance(value, (str, bytes, np.datetime64, np.timedelta64)) or value is None:
+            return sha256(repr(value).encode()).digest()
         if isinstance(value, (bool, int, float, np.integer, np.floating)):
             exact = isinstance(value, int) and abs(value) >= 1 << 53  # a float could not hold it
             return sha256(repr(value if exact else float(value)).encode()).digest()
         if isinstance(value, GENERATORS):
             return self._digest(_state(value), deep + 2)
-        if isinstance(value, (str, bytes)) or value is None:
-            return sha256(repr(value).encode()).digest()
         if isinstance(value, LightningOptimizer):
             return self._digest(value.optimizer, deep)
         if isinstance(value, nn.Module):
@@ -178,7 +178,8 @@ class Digests:
         if isinstance(value, FunctionType):
             return self._of_function(value, deep)
         if isinstance(value, BuiltinFunctionType):
-            return f"{value.__module__}.{value.__qualname__}".encode()
+            names = (getattr(value, name, "") for name in ("__module__", "__qualname__", "__name__"))
+            return ".".join(map(str, names)).encode()  # a library's own kind of function may have some of them only
         if isinstance(value, CACHED):  # one that draws is not what it was once it keeps more
             draws = _draws(getattr(value.__wrapped__, "__code__", None))
             return self._digest(value.cache_info().currsize, deep) if draws else None
@@ -224,7 +225,7 @@ def attributes_of(value: object) -> dict[str, object] | None:
     kept = getattr(value, "__dict__", None)
     if not slots and not isinstance(kept, dict):
         return None
-    own = kept if isinstance(kept, dict) else {}
+    own = {name: item for name, item in [*kept.items()] if not str(name).startswith("__pl_")} if isinstance(kept, dict) else {}
     return {name: getattr(value, name) for name in sorted(slots - own.keys()) if hasattr(value, name)} | own
 
 

@@ -238,7 +238,7 @@ def _values(owner: object) -> dict[str, object]:
         name: value
         for name, value in {**shared, **getattr(owner, "__dict__", {})}.items()
         if name not in aside
-        and not name.startswith("_ddp")  # torch's
+        and not name.startswith(("_ddp", "__pl_"))  # torch's, and Lightning's in a loader
         and not is_method(name, value)
         and not (name == "_hparams" and isinstance(value, dict) and not value)  # it is made where somebody looks for it
     }

@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator
 from functools import lru_cache
+from types import BuiltinFunctionType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from project.data.values import Attributes, Digests
+from project.data.values import Attributes, Digests, attributes_of
+from project.resume.attributes import _values
 
 
 @pytest.fixture
@@ -64,6 +68,32 @@ class Unfit(torch.nn.Module):
 @pytest.mark.parametrize("value", [Live(a=1), [Unfit()]])
 def test_what_cannot_be_read_at_this_moment_is_unknown(value: object) -> None:
     assert Digests().of(value) is None
+
+
+class Foreign:
+    """A function of a library that says to be one of Python's, and lacks a name that those have."""
+
+    __name__ = "read"
+    __class__ = property(lambda self: BuiltinFunctionType)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("value", [np.timedelta64(1, "h"), np.datetime64("2026-01-01"), np.timedelta64("NaT"), Foreign()])
+def test_a_counter_is_seen_beside_any_value(value: object) -> None:
+    digests = [Digests().of({"seen": seen, "other": value}) for seen in (1, 1, 2)]
+    assert digests[0] is not None
+    assert digests[0] == digests[1] != digests[2]
+    assert Digests().of(np.timedelta64(1, "h")) != Digests().of(np.timedelta64(2, "h"))
+
+
+class Loader(DataLoader[Any]):
+    pass
+
+
+def test_what_lightning_keeps_in_a_loader_is_not_looked_at() -> None:
+    loader = Loader([1, 2])
+    vars(loader)["__pl_saved_args"] = ([1],)
+    assert "dataset" in _values(loader)
+    assert not any(name.startswith("__pl_") for name in {**_values(loader), **(attributes_of(loader) or {})})
 
 
 class Remembering:
