@@ -64,14 +64,16 @@ def checked(init: Callable[..., None]) -> Callable[..., None]:
     """Lets a Trainer take what was not given from PL_TRAINER_... of the environment, as Lightning's does, and refuses numbers
     that mean nothing.
 
-    Lightning finds the names in the signature, in which those that are passed on do not stand.
+    Its signature has the names of those that are passed on, too: libraries ask it which settings a Trainer takes.
     """
+    own, passed_on = signature(init), signature(pl.Trainer.__init__).parameters
+    parameters = {name: parameter for name, parameter in own.parameters.items() if name != "kwargs"}
+    parameters |= {name: parameter for name, parameter in passed_on.items() if name not in parameters}
 
     @wraps(init)
     def filled(self: object, *args: object, **settings: object) -> None:
-        names = {*signature(init).parameters, *signature(pl.Trainer.__init__).parameters} - {"self", "kwargs"}
         prefix = f"PL_{type(self).__name__}_".upper()
-        for name in names - settings.keys():
+        for name in parameters.keys() - settings.keys() - {"self"}:
             if value := os.environ.get(prefix + name.upper()):
                 try:
                     settings[name] = literal_eval(value)
@@ -80,6 +82,10 @@ def checked(init: Callable[..., None]) -> Callable[..., None]:
         refuse_odd_numbers(settings)
         init(self, *args, **settings)
 
+    _, _, words = (pl.Trainer.__init__.__doc__ or "").strip().partition("\n")  # from which the command line has its help
+    not_passed_on = rf"\n +({'|'.join(own.parameters)}): .*?(?=\n\n)"
+    filled.__doc__ = f"{init.__doc__}\n{re.sub(not_passed_on, '', words, flags=re.DOTALL)}"
+    vars(filled)["__signature__"] = own.replace(parameters=[*parameters.values()])
     return filled
 
 

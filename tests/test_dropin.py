@@ -4,9 +4,11 @@ import gc
 import logging
 import shutil
 from datetime import timedelta
+from inspect import signature
 from itertools import count
 from weakref import ref
 
+import lightning.pytorch
 import pytest
 import torch
 from lightning.fabric.plugins.environments import KubeflowEnvironment, LightningEnvironment, SLURMEnvironment
@@ -170,6 +172,15 @@ def test_settings_of_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("PL_TRAINER_PRECISION", "64-true")
     made = Trainer(default_root_dir=tmp_path, limit_train_batches=3, accelerator="cpu")
     assert (made.max_epochs, made.limit_train_batches, made.precision) == (7, 3, "64-true")
+
+
+def test_its_signature_has_all_that_it_takes():
+    """Libraries hand on those of their settings that it names."""
+    of_lightning, taken = signature(lightning.pytorch.Trainer.__init__).parameters, signature(Trainer.__init__).parameters
+    assert of_lightning.keys() <= taken.keys()
+    assert taken.keys() - of_lightning.keys() >= {"exact", "threads"}
+    assert "kwargs" not in taken
+    assert taken["accumulate_grad_batches"].default == "auto"
 
 
 SAMPLERS = {
