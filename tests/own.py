@@ -102,6 +102,21 @@ class Regression(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)}
 
 
+class Logs(Regression):
+    """Logs sums and extremes of its steps, and what it knows once a step."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        for name in ("sum", "max", "min"):
+            self.log(f"step_{name}", batch["sum"].sum(), on_step=True, on_epoch=False, reduce_fx=name, sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: dict[str, Any], batch_idx: int) -> None:
+        self.log("step_end", batch["sum"].mean(), on_step=True, sync_dist=True)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.log("number", float(self.global_step), on_step=False, on_epoch=True, sync_dist=True)
+
+
 class Contrasts(Regression):
     """Compares its samples with those of the other ranks, as SimCLR does."""
 

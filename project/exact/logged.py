@@ -23,13 +23,7 @@ from project.errors import UserError
 from project.exact.sums import ExactScalar, canonical_parts, exact_mean, exact_total, to_host
 from project.step.data_ranks import DataRanks
 from project.step.ddp import all_gather_numbers, all_gather_objects
-from project.step.results import Results, Sums, Value
-
-_OF_MICRO_BATCH = {
-    *("training_step", "on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward"),
-    *(f"{stage}_step" for stage in ("validation", "test")),
-    *(f"on_{stage}_batch_{when}" for stage in ("validation", "test") for when in ("start", "end")),
-}
+from project.step.results import OF_MICRO_BATCH, Results, Sums, Value
 
 _T = TypeVar("_T")
 _Terms = list[tuple[float, float]]
@@ -77,7 +71,7 @@ class ExactResults(Results):
     def update_metrics(self, key: str, value: Metric | Tensor, batch_size: int) -> None:
         metric: _ResultMetric = self[key]
         meta, hook = metric.meta, _hook_name(metric.meta.fx)
-        is_term = hook in _OF_MICRO_BATCH
+        is_term = hook in OF_MICRO_BATCH
         if is_term and meta.sync.rank_zero_only:
             raise UserError(
                 f"self.log({meta.name!r}, rank_zero_only=True) in {hook} logs the micro-batches of rank 0, "
@@ -183,7 +177,7 @@ class ExactResults(Results):
         own = {
             key: repr(self[key].value.double().tolist())
             for key in self._keys_of_epoch()
-            if _hook_name(self[key].meta.fx) not in _OF_MICRO_BATCH and not self[key].meta.sync.rank_zero_only
+            if _hook_name(self[key].meta.fx) not in OF_MICRO_BATCH and not self[key].meta.sync.rank_zero_only
         }
         by_rank = all_gather_objects(own, self._world_size)
         for key in own:
@@ -230,7 +224,7 @@ class ExactResults(Results):
 
     def _restored_sum(self, key: str, sums: Sums, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
         of_ranks, how = sums[key]["ranks"], sums[key]["meta"]["reduce_fx"]
-        if how not in ("mean", "sum") or _hook_name(sums[key]["meta"]["fx"]) not in _OF_MICRO_BATCH:
+        if how not in ("mean", "sum") or _hook_name(sums[key]["meta"]["fx"]) not in OF_MICRO_BATCH:
             value, samples = of_ranks[0]  # the same on all ranks
             return value.sum(), samples
         parts = [part for value, _ in of_ranks for part in value.reshape(-1).tolist()] if rank == 0 else []
@@ -252,7 +246,7 @@ def _is_sum_of_epoch(metric: _ResultMetric) -> bool:
 def _is_reduced_over_epoch(metric: _ResultMetric) -> bool:
     """Returns whether a value is a sum, a mean, or the largest or smallest, over the micro-batches of an epoch."""
     in_epoch = metric.is_tensor and metric.meta.on_epoch and not metric.has_reset
-    return bool(in_epoch and _hook_name(metric.meta.fx) in _OF_MICRO_BATCH)
+    return bool(in_epoch and _hook_name(metric.meta.fx) in OF_MICRO_BATCH)
 
 
 def _unpack_terms(numbers: Sequence[float], names: tuple[tuple[str, int], ...]) -> dict[str, _Terms]:

@@ -56,6 +56,12 @@ class Metrics(TypedDict):
 
 log = logging.getLogger(__name__)
 
+OF_MICRO_BATCH = {
+    *("training_step", "on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward"),
+    *(f"{stage}_step" for stage in ("validation", "test")),
+    *(f"on_{stage}_batch_{when}" for stage in ("validation", "test") for when in ("start", "end")),
+}
+"""The hooks that are called for each micro-batch; what other hooks log counts once."""
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "metric_attribute")
 
 
@@ -93,8 +99,8 @@ class Results(_ResultCollection):
         self._not_logged_since: set[str] = set()  # what has not been logged since
         self.weight, self.ends_step = 1.0, True
         self._before_step: dict[str, Value] = {}  # this step, of an epoch
-        self._values_of_step: dict[str, tuple[Tensor, float, int]] = {}
-        """The values that the micro-batches of this step have logged: the weighted sum, the weights and how many they were."""
+        self._values_of_step: dict[str, tuple[Tensor, float]] = {}
+        """What the micro-batches of this step have logged: the sum, weighted for a mean, or the extreme; and their weights."""
         self.values_of_last_step: dict[str, object] = {}
         """What callbacks see within a step, by name."""
 
@@ -106,6 +112,8 @@ class Results(_ResultCollection):
                 "trainer.capture=none."
             )
         self._tell_own_value(fx, name, value, how)
+        if fx not in OF_MICRO_BATCH and how.get("batch_size") is None:
+            how["batch_size"] = 1  # once a step, or an epoch: the size of a rank's last micro-batch does not matter
         strategy = getattr(how.get("sync_dist_fn"), "__self__", None)
         if isinstance(strategy, DDPStrategy):
             how["sync_dist_fn"] = _Reduction(strategy)
@@ -157,7 +165,7 @@ class Results(_ResultCollection):
     def keep_values_of_step(self) -> None:
         """Keeps the values of the step that has ended: what callbacks see until the next one has."""
         for meta, value in ((metric.meta, metric._forward_cache) for metric in self.values()):
-            if meta.fx == "training_step" and meta.on_step and value is not None:
+            if meta.fx in OF_MICRO_BATCH and meta.on_step and value is not None:
                 self.values_of_last_step[meta.forked_name(True)] = value
 
     def _keys_of_epoch(self) -> list[str]:
@@ -184,24 +192,26 @@ class Results(_ResultCollection):
             metric.cumulated_batch_size = before["cumulated_batch_size"]
 
     def update_metrics(self, key: str, value: Metric | Tensor, batch_size: int) -> None:
-        """Shows a step as the mean of its micro-batches. Lightning shows the last one, which is another one on another number
-        of ranks.
+        """Shows a step as the mean, sum or extreme of its micro-batches. Lightning shows the last one, which is another one on
+        another number of ranks.
         """
         metric: _ResultMetric = self[key]
         meta = metric.meta
-        if not (self.training and meta.fx == "training_step" and meta.on_step and metric.is_tensor and meta.is_mean_reduction):
+        if not (self.training and meta.fx in OF_MICRO_BATCH and meta.on_step and metric.is_tensor):
             super().update_metrics(key, value, batch_size)
             return
         shared, meta.sync.should = meta.sync.should, False  # the ranks need not meet before the step is over
         super().update_metrics(key, value, batch_size)
         meta.sync.should = shared
         assert metric._forward_cache is not None
-        total, weights, count = self._values_of_step.get(key, (0.0, 0.0, 0))
-        total, weights, count = total + metric._forward_cache * self.weight, weights + self.weight, count + 1
-        self._values_of_step[key] = total, weights, count
-        # The weights of all ranks add up to the number of micro-batches; a rank's own need not.
-        met = shared and self.ends_step
-        metric._forward_cache = meta.sync(total / count) if met else total / weights
+        of_batch: Tensor = metric._forward_cache * self.weight if meta.is_mean_reduction else metric._forward_cache
+        before, weights = self._values_of_step.get(key, (None, 0.0))
+        add = torch.maximum if meta.is_max_reduction else torch.minimum if meta.is_min_reduction else torch.add
+        total, weights = of_batch if before is None else add(before, of_batch), weights + self.weight
+        self._values_of_step[key] = total, weights
+        if shared and self.ends_step:  # only the weights of all ranks together tell how much a rank's own count for
+            total, weights = meta.sync(torch.stack((total, torch.full_like(total, weights))))
+        metric._forward_cache = total / weights if meta.is_mean_reduction else total
 
     def metrics(self, on_step: bool) -> Metrics:
         """Returns what is known now, as Lightning does, but leaves what a bar shows of a step on its device. Until a step has
@@ -221,7 +231,7 @@ class Results(_ResultCollection):
             forked = meta.forked_name(True)
             if (
                 meta.on_step
-                and meta.fx == "training_step"
+                and meta.fx in OF_MICRO_BATCH
                 and forked in known["callback"]
                 and forked in self.values_of_last_step
             ):
@@ -303,6 +313,9 @@ class Results(_ResultCollection):
         if len(of_ranks) == ranks:
             value, samples = of_ranks[rank]
             return value, samples
+        if how == "mean" and sums[key]["meta"]["fx"] not in OF_MICRO_BATCH:  # each rank has counted each step
+            values, counts = (torch.stack(parts).double().mean(0) for parts in zip(*of_ranks, strict=True))
+            return values, counts
         reduce = {"max": torch.amax, "min": torch.amin}.get(how, torch.sum)
         value, samples = (reduce(torch.stack(parts), 0) for parts in zip(*of_ranks, strict=True))
         if rank and reduce is torch.sum:

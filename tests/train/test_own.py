@@ -66,16 +66,20 @@ def assert_same_up_to_rounding(folder, whole, *tags):
         assert [value for _, value in logged[tag]] == pytest.approx([value for _, value in reference[tag]], rel=1e-5), tag
 
 
+LOGGED = ("loss_step", "loss_epoch", "step_sum", "step_max", "step_min", "step_end", "number")
+
+
 def test_the_number_of_ranks_does_not_matter(folders):
-    runs = {}
+    runs, words = {}, [word.replace("Regression", "Logs") for word in MODULES["automatic"]]
     for ranks in (1, 3):
         runs[ranks] = folders(ranks)
-        done = forked(runs[ranks], *MODULES["automatic"], ranks=ranks)
+        done = forked(runs[ranks], *words, ranks=ranks)
         assert done.code == 0, done.output
     samples = seen(runs[1])
     assert [len(samples[step]) for step in sorted(samples)] == [24, 26] * 3
     assert seen(runs[3]) == samples
-    tags = ("loss_step", "loss_epoch", "error", "samples", "sum", "largest")
+    assert [value for _, value in curves(runs[1])["number"]] == [0.5, 2.5, 4.5]
+    tags = (*LOGGED, "error", "samples", "sum", "largest")
     assert_same_up_to_rounding(runs[3], runs[1], *tags, "val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1")
 
 
@@ -126,7 +130,8 @@ def test_a_run_that_was_killed_goes_on(folders, module, step, ranks):
 @pytest.mark.slow
 def test_other_numbers_of_ranks_on_the_way(folders):
     """2 -> 1 -> 3, stopped by a signal within an epoch and within a validation."""
-    words = (*MODULES["automatic"], "--data.init_args.size=140", "--trainer.val_check_interval=2", "--trainer.devices=1")
+    own = [word.replace("Regression", "Logs") for word in MODULES["automatic"]]
+    words = (*own, "--data.init_args.size=140", "--trainer.val_check_interval=2", "--trainer.devices=1")
     stops = faults(
         {"step": 3, "where": "accumulation", "number": int(signal.SIGTERM)},
         {"step": 10, "where": "validation", "number": int(signal.SIGUSR1)},
@@ -136,7 +141,7 @@ def test_other_numbers_of_ranks_on_the_way(folders):
     for ranks, code in ((2, 128 + signal.SIGTERM), (1, 128 + signal.SIGUSR1), (3, 0)):
         done = forked(folder, *words, stops, ranks=ranks)
         assert done.code == code, done.output
-    assert_same_up_to_rounding(folder, whole, "loss_step", "loss_epoch")
+    assert_same_up_to_rounding(folder, whole, *LOGGED)
 
 
 def test_a_gpt_whose_loss_is_not_finite_stops_before_that_step(folders):
