@@ -128,6 +128,7 @@ class Throughput(Callback):
         self._stragglers: Stragglers | None = None
         self._hooks: list[RemovableHandle] = []
         self._last_gradient: Tensor | None = None
+        self._learning: Sequence[Tensor] = ()  # the parameters that require gradients, as they were last looked at
         self._flops: float | None = None  # for a sample
         self._peak: float | None = None
         self._forget()
@@ -156,8 +157,7 @@ class Throughput(Callback):
             if dist.get_backend() != "gloo":
                 self._group.make()  # on the host, beside what the GPUs send each other
             self._stragglers = Stragglers(all_gather_objects(host(), trainer.world_size, self._group()), self._steps)
-            # Which gradient comes last, the first step shows: each says when it is there.
-            self._hook(*(parameter for parameter in pl_module.parameters() if parameter.requires_grad))
+        self._learning = ()
 
     def _hook(self, *parameters: Tensor) -> None:
         """Hooks only these parameters, which then report when their gradient is computed."""
@@ -195,6 +195,12 @@ class Throughput(Callback):
             if isinstance(batch, dict) and isinstance(images := batch.get("image"), Tensor):
                 self._flops = _kept_flops(pl_module, images.shape[1:])
             self._peak = peak(trainer)
+        if self._stragglers is not None and (self._last_end is None or not self._window):  # an epoch, or a window, begins
+            learning = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
+            if [*map(id, learning)] != [*map(id, self._learning)]:
+                # Which gradient comes last, this step shows: each says when it is there.
+                self._learning, self._warm, self._last_gradient = learning, False, None
+                self._hook(*learning)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         self._mark("backward")
@@ -221,7 +227,7 @@ class Throughput(Callback):
         elif self._warm:
             self._window.append(marks)
             self._samples += samples
-        else:  # the first step has more to do than those that follow
+        else:  # the first step has more to do than those that follow, and one with other gradients says so of each
             self._warm = True
             self._hook(*([] if self._last_gradient is None else [self._last_gradient]))
         self._advance(trainer)

@@ -70,7 +70,7 @@ LOGGED = ("loss_step", "loss_epoch", "step_sum", "step_max", "step_min", "step_e
 
 
 def test_the_number_of_ranks_does_not_matter(folders):
-    runs, words = {}, [word.replace("Regression", "Logs") for word in MODULES["automatic"]]
+    runs, words = {}, [argument.replace("Regression", "Logs") for argument in MODULES["automatic"]]
     for ranks in (1, 3):
         runs[ranks] = folders(ranks)
         done = forked(runs[ranks], *words, ranks=ranks)
@@ -130,7 +130,7 @@ def test_a_run_that_was_killed_goes_on(folders, module, step, ranks):
 @pytest.mark.slow
 def test_other_numbers_of_ranks_on_the_way(folders):
     """2 -> 1 -> 3, stopped by a signal within an epoch and within a validation."""
-    own = [word.replace("Regression", "Logs") for word in MODULES["automatic"]]
+    own = [argument.replace("Regression", "Logs") for argument in MODULES["automatic"]]
     words = (*own, "--data.init_args.size=140", "--trainer.val_check_interval=2", "--trainer.devices=1")
     stops = faults(
         {"step": 3, "where": "accumulation", "number": int(signal.SIGTERM)},

@@ -164,3 +164,34 @@ def test_a_second_fit_is_measured_as_the_first(tmp_path):
         trainer.fit(BoringModel(), DataLoader(RandomDataset(32, 8), batch_size=2))
         counts.append(throughput.fetches)
     assert counts[1] == 2 * counts[0]
+
+
+class Thaws(BoringModel):
+    """A layer that learns from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = torch.nn.Linear(32, 32).requires_grad_(requires_grad=False)
+        self.last: list[str] = []
+
+    def forward(self, batch: Any) -> Any:
+        return super().forward(self.backbone(batch))
+
+    def on_train_epoch_start(self) -> None:
+        self.backbone.requires_grad_(requires_grad=self.current_epoch > 0)
+
+    def on_train_epoch_end(self) -> None:
+        (throughput,) = (callback for callback in self.trainer.callbacks if isinstance(callback, Throughput))
+        names = {id(parameter): name.partition(".")[0] for name, parameter in self.named_parameters()}
+        self.last.append(names[id(throughput._last_gradient)])
+
+
+def test_the_backward_pass_of_a_layer_that_learns_later_is_no_wait(tmp_path, monkeypatch):
+    """The last gradient is that of another layer from then on."""
+    monkeypatch.chdir(tmp_path)
+    throughput, module = Throughput(every_n_steps=2), Thaws()
+    throughput._stragglers = Stragglers(["a"], 2)  # as with several ranks
+    settings: Any = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(max_epochs=2, limit_val_batches=0, callbacks=[throughput], **settings)
+    trainer.fit(module, DataLoader(RandomDataset(32, 20), batch_size=4))
+    assert module.last == ["layer", "backbone"]
