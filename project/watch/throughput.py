@@ -211,6 +211,9 @@ class Throughput(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self._mark("optimizer")
 
+    def on_step_taken(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._mark("rest")
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:

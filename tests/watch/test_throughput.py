@@ -2,11 +2,13 @@
 
 import json
 import re
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader
 
@@ -195,3 +197,19 @@ def test_the_backward_pass_of_a_layer_that_learns_later_is_no_wait(tmp_path, mon
     trainer = Trainer(max_epochs=2, limit_val_batches=0, callbacks=[throughput], **settings)
     trainer.fit(module, DataLoader(RandomDataset(32, 20), batch_size=4))
     assert module.last == ["layer", "backbone"]
+
+
+class Dawdling(Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        time.sleep(0.03)
+
+
+@pytest.mark.parametrize("profiler", [None, "simple"])
+def test_what_follows_a_step_is_not_the_optimisers(tmp_path, monkeypatch, profiler):
+    """A profiler has Lightning take the steps."""
+    monkeypatch.chdir(tmp_path)
+    throughput = Throughput(every_n_steps=2)
+    settings: Any = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(max_steps=5, limit_val_batches=0, callbacks=[Dawdling(), throughput], profiler=profiler, **settings)
+    trainer.fit(BoringModel(), DataLoader(RandomDataset(32, 20), batch_size=4))
+    assert throughput.phases["rest"] > 0.5 > throughput.phases["optimizer"]
