@@ -125,7 +125,7 @@ class ImageClassifier(LightningModule):
         lr_scheduler: the schedule, stepped at every optimiser step (see `lr_interval`); None keeps the learning rate constant.
         lr_reference_batch: the global batch to which the optimiser's learning rate applies.
         lr_scaling: how the learning rate follows the global batch: 'linear', 'sqrt' or 'none'.
-        lr_interval: 'step' or 'epoch': when the schedule moves.
+        lr_interval: 'step' or 'epoch': when the schedule moves. WarmupCosine's numbers are optimiser steps in both cases.
         label_smoothing: share of the target that is spread over all classes.
         channels_last: keep convolution weights in NHWC order, which is faster on CPUs and on tensor cores. Off with LBFGS and
             Lightning's ModelPruning.
@@ -347,10 +347,23 @@ class ImageClassifier(LightningModule):
                     "trainer.max_steps, trainer.max_epochs, or model.lr_scheduler.init_args.total_steps."
                 )
             scheduler.total_steps = int(steps)
+        if isinstance(scheduler, WarmupCosine) and self.lr_interval == "epoch":
+            scheduler.steps_per_move = self._steps_per_epoch()
         config: LRSchedulerConfigType = {"scheduler": scheduler, "interval": self.lr_interval}
         if isinstance(scheduler, ReduceLROnPlateau):
             config["monitor"] = scheduler.monitor
         return {"optimizer": optimizer, "lr_scheduler": config}
+
+    def _steps_per_epoch(self) -> int:
+        """Returns the optimiser steps of an epoch; raises a UserError where the loader doesn't know its length."""
+        trainer = self.trainer
+        batches = trainer.fit_loop.max_batches if trainer.estimated_stepping_batches else 0  # which has made the loaders
+        if batches == float("inf"):
+            raise UserError(
+                "WarmupCosine counts in optimiser steps, and with model.lr_interval=epoch nothing says how many an epoch has. "
+                "HINT: model.lr_interval=step."
+            )
+        return -(-int(batches) // trainer.accumulate_grad_batches)
 
     def _log_tally(self, tag: str, tally: Tally) -> dict[str, float]:
         """Logs the means over all ranks, and resets them. The host waits for the device here, once an epoch."""

@@ -24,6 +24,7 @@ class WarmupCosine(LRScheduler):
         if total_steps is not None and total_steps < 1:
             raise UserError(f"total_steps is 1 at least, and not {total_steps}.")
         self.warmup_steps, self.total_steps = warmup_steps, total_steps
+        self.steps_per_move = 1  # more, where it moves once an epoch
         super().__init__(optimizer)
 
     def factor(self, step: int) -> float:
@@ -35,7 +36,7 @@ class WarmupCosine(LRScheduler):
         return (1 + cos(pi * min(1.0, (step - self.warmup_steps) / after))) / 2
 
     def get_lr(self) -> list[float | Tensor]:
-        factor = self.factor(self.last_epoch)  # torch's word for the number of calls: here, steps
+        factor = self.factor(self.last_epoch * self.steps_per_move)  # torch's word for the number of calls
         return [base * factor for base in self.base_lrs]
 
     _get_closed_form_lr = get_lr  # PyTorch's word for a schedule whose rates follow from the step alone

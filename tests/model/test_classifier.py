@@ -18,7 +18,7 @@ from project.data.batches import MicroBatches
 from project.data.order import Order
 from project.data.synthetic import SyntheticImages
 from project.errors import UserError
-from project.model import ImageClassifier, MiniResNet, classifier
+from project.model import ImageClassifier, MiniResNet, WarmupCosine, classifier
 from project.model.classifier import lr_factor, refuse_overwritten_gradients
 from project.model.delayed import DelayedSums
 from project.resume.network import resize_buffers
@@ -157,6 +157,21 @@ def fit(tmp_path):
         return trainer
 
     return run
+
+
+@pytest.mark.parametrize("total", [None, 12])
+def test_a_schedule_that_moves_once_an_epoch_has_the_rates_of_its_steps(fit, total):
+    rates = []
+
+    class Rates(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    schedule = partial(WarmupCosine, warmup_steps=4, total_steps=total)
+    module = ImageClassifier(Trivial(), lr_scheduler=schedule, lr_interval="epoch", lr_scaling="none")
+    trainer = fit(module, batch_size=8, global_batch_size=16, max_epochs=3, callbacks=[Rates()])
+    assert trainer.global_step == 12
+    assert rates == pytest.approx([0.01 / 5, 0.01, 0.005])  # before the steps 0, 4 and 8 of 12
 
 
 class Last(Callback):
