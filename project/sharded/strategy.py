@@ -52,7 +52,7 @@ from project.sharded.root import Root
 from project.sharded.shards import any_rank, gather, read_shard, shard_like, skip_overflow_on_all_ranks
 from project.sharded.tensor_parallel import Plan, parallelize_layers, plan_of, refuse_settings, refuse_single_rank
 from project.step.data_ranks import ByDataRanks
-from project.step.ddp import broadcast_from_rank_0
+from project.step.ddp import broadcast_from_rank_0, refuse_sync_batch_norm_on_cpu
 from project.step.optimizers import states_in
 from project.typed import StateDict
 
@@ -185,6 +185,7 @@ class Sharded(ByDataRanks):
             refuse_hooks(self.model)
             if self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
+                refuse_sync_batch_norm_on_cpu(self.model, self.root_device)
         if not isinstance(self.model, FSDPModule):  # in another fit it is
             averaged = weight_averages(trainer)
             if training and self.is_global_zero and self.before_sharding is not None:

@@ -194,9 +194,19 @@ def broadcast_together(tensors: Iterable[Tensor]) -> None:
             tensor.copy_(values.view(tensor.shape))
 
 
+def refuse_sync_batch_norm_on_cpu(module: nn.Module, device: torch.device) -> None:
+    """Raises a UserError for layers that trainer.sync_batchnorm has made, where ranks compute on CPUs."""
+    if device.type == "cpu" and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+        raise UserError(
+            "torch's SyncBatchNorm, which trainer.sync_batchnorm=true puts into the network, works on GPUs alone. HINT: "
+            "trainer.sync_batchnorm=false; a larger batch_size has batch norm see more samples at a time."
+        )
+
+
 def _ordered_ddp(strategy: DDPStrategy, for_graphs: bool, module: nn.Module) -> OrderedDDP:
     """Wraps the module with the settings that the user gave the strategy, as Lightning does with torch's own class."""
     refuse_lazy(module)
+    refuse_sync_batch_norm_on_cpu(module, strategy.root_device)
     return OrderedDDP(module, for_graphs, device_ids=strategy.determine_ddp_device_ids(), **strategy._ddp_kwargs)
 
 

@@ -142,6 +142,20 @@ def test_unused_parameters_are_told_in_a_line(quick: Cli) -> None:
     assert "Traceback" not in run.output
 
 
+class Normalised(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+
+
+def test_batch_norm_over_ranks_is_refused_on_cpus(quick: Cli) -> None:
+    model = "--model=tests.train.test_strategies.Normalised"
+    run = quick(*OWN, model, "--trainer.sync_batchnorm=true", ranks=2)
+    assert run.code == 2, run.output
+    assert "works on GPUs alone. HINT: trainer.sync_batchnorm=false" in run.output
+    assert "Traceback" not in run.output
+
+
 def test_an_optimiser_that_steps_on_a_gpu_is_refused_for_weights_on_the_host() -> None:
     optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(2))], capturable=True)
     with pytest.raises(UserError, match="HINT: leave out capturable=true"):
