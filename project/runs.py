@@ -26,6 +26,7 @@ from project.checkpoints.reading import (
     checkpoints_in,
     manifest_of,
     memory_folder,
+    new_folder,
     newest_good,
     newest_in_memory,
     read_manifest,
@@ -351,16 +352,9 @@ def run_of(checkpoint: Path) -> Path:
 
 
 def _new_folder(place: Path, kind: str) -> Path:
-    folder = place / (stem := f"{kind}-{datetime.now():%Y%m%d-%H%M%S}")
-    number = 1
+    folder = place / f"{kind}-{datetime.now():%Y%m%d-%H%M%S}"
     with suppress(OSError):  # `Run` says what is wrong
-        while True:
-            try:
-                folder.mkdir(parents=True)  # making it is what takes the name
-                break
-            except FileExistsError:
-                number += 1
-                folder = place / f"{stem}-{number}"
+        folder = new_folder(folder)
     return folder
 
 

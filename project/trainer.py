@@ -44,6 +44,7 @@ from project.exact.step import ExactStep
 from project.launch.launcher import detect
 from project.resume.checkpoint import Resuming
 from project.resume.stopping import NotesWhoStops
+from project.run_folders import FolderOfRun, loggers_in, newest_folder
 from project.runs import folder_of_trainer, weights
 from project.sharded.gradients import ShardedGradients
 from project.sharded.strategy import Sharded
@@ -69,18 +70,17 @@ from project.survive.nonfinite import Act
 from project.survive.signals import SIGNALS
 from project.typed import TypedTrainer, callbacks_of
 from project.watch.console import name_speaker, sign_lines
-from project.watch.events import Events
 from project.watch.fingerprints import WhenRanksDiffer
 from project.watch.flops import least_seconds
 from project.watch.history import FILE as LIFE
 from project.watch.life import Life
-from project.watch.loggers import LoggerName, by_name
+from project.watch.loggers import LoggerName
 
 log = logging.getLogger(__name__)
 logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "Tip:" not in record.getMessage())
 
 
-class Trainer(NotesWhoStops, TypedTrainer):
+class Trainer(NotesWhoStops, FolderOfRun):
     """Lightning's Trainer, with nodes and processes from the launcher, checkpoints of the best and the last state, TensorBoard,
     progress, and signals that stop all ranks at the same step.
 
@@ -155,13 +155,15 @@ class Trainer(NotesWhoStops, TypedTrainer):
         precision_, gradient_compression = resolve_precision(precision, gradient_compression, exact, accelerator)
         if capture != "none" and on_cpu(accelerator):
             log.info("trainer.capture=%s does nothing: there is no GPU", capture)
-        default_root_dir = default_root_dir or folder_of_trainer(launch)
+        self.given_folder = default_root_dir or folder_of_trainer(launch)
+        default_root_dir = newest_folder(self.given_folder)
         self.exact, self._threads = exact, threads or (1 if exact else None)
         if exact and not on_cpu(accelerator):
             kwargs.setdefault("deterministic", True)
         bare = bool(kwargs.get("barebones"))
-        loggers: Logger | Iterable[Logger] | bool | None = by_name(logger, Path(default_root_dir), launch.rank)
-        records = keeps_records(callbacks, loggers, enable_checkpointing) and not bare
+        self.loggers_in = partial(loggers_in, logger, launch.rank, bare)
+        loggers = self.loggers_in(Path(default_root_dir))
+        self.keeps_records = records = keeps_records(callbacks, loggers, enable_checkpointing) and not bare
         if fingerprints is None:
             fingerprints = records
         wanted = default_kinds(enable_progress_bar, enable_checkpointing, bare)
@@ -175,7 +177,7 @@ class Trainer(NotesWhoStops, TypedTrainer):
                 accelerator=accelerator,
                 precision=precision_,  # type: ignore[arg-type]
                 callbacks=listed,
-                logger=Events(str(default_root_dir)) if loggers in (None, True) and not bare else loggers,
+                logger=loggers,
                 plugins=resolve_plugins(plugins, launch),
                 default_root_dir=default_root_dir,
                 accumulate_grad_batches=1 if accumulate_grad_batches == "auto" else accumulate_grad_batches,

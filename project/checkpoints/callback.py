@@ -18,7 +18,15 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from project.checkpoints.in_memory import CopyInterval, MemoryWriter
-from project.checkpoints.reading import Manifest, checkpoints_in, memory_folder, same_step, whole_manifest
+from project.checkpoints.reading import (
+    Manifest,
+    checkpoints_in,
+    memory_folder,
+    new_folder,
+    same_step,
+    whole_manifest,
+    written_in,
+)
 from project.checkpoints.writing import (
     FileWriter,
     Lost,
@@ -152,9 +160,10 @@ class Checkpoints(Checkpoint):
             self._shared_best_path, self._best_score, self._current_score = trainer.strategy.broadcast(known)
 
     def _put_other_run_aside(self) -> None:
-        """Renames the folder of checkpoints: another run wrote them, which this one does not continue."""
-        aside = self._folder.rename(self._folder.with_name(f"checkpoints-before-{datetime.now():%Y%m%d-%H%M%S}"))
-        self.last = self.best = None
+        """Moves checkpoints into a folder of their own: another run wrote them, which this one does not continue."""
+        aside = new_folder(self._folder.with_name(f"checkpoints-before-{datetime.now():%Y%m%d-%H%M%S}"))
+        for path in written_in(self._folder):
+            path.rename(aside / path.name)
         log.warning(
             "%s had checkpoints of another run, which lie in %s now. HINT: each run needs a default_root_dir of its own; "
             'fit(ckpt_path="last") resumes one.',
@@ -166,7 +175,9 @@ class Checkpoints(Checkpoint):
         if trainer.is_global_zero and not trainer.global_step and not named and checkpoints_in(self._folder):
             self._put_other_run_aside()
         self._began_at = self._in_memory_at = trainer.global_step
-        if not trainer.global_step:  # what lies in the folder is another run's
+        if not trainer.global_step:  # what lies in the folder, or was saved for another Trainer, is another run's
+            if not named:
+                self.last, self.best, self._shared_best_path = None, None, ""
             self._best_score = self._current_score = None
         if not (self._replaces_ranks and trainer.global_step):
             # Now, and not when the run has been lost: could it resume from what would be saved?

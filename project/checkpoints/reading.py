@@ -13,7 +13,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -36,8 +36,10 @@ from project.untrusted import as_count, as_text, foreign_link, open_to_read, rea
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{1,18})(-validation)?(_\d{1,9})?\.ckpt", re.ASCII)
+_WRITTEN = re.compile(r"step-\d{1,18}(-validation)?(_\d{1,9})?\.(ckpt|json)\b", re.ASCII)
 _PART = re.compile(r"whole\.pt|part-\d{5}-of-\d{5}\.pt", re.ASCII)
 _CHUNK = 1 << 22
+_FOLDERS = 1000  # of one name, with numbers
 _READERS = 4  # files of a checkpoint that are read at once
 _SMALL = 1 << 20  # bytes: what is not cut into slices, and would keep the file open, is copied
 _COUNTS = {"epoch", "step", "global_step", "logged_steps"}
@@ -87,6 +89,20 @@ def checkpoints_in(folder: Path) -> list[Path]:
     """Lists a folder's checkpoints, the oldest first; none of a folder elsewhere to which another user has put a link."""
     paths = [] if foreign_link(folder) else folder.glob("step-*.ckpt")
     return sorted(path for path in paths if _NAME.fullmatch(path.name))
+
+
+def written_in(folder: Path) -> list[Path]:
+    """Lists what this project has written into a folder of checkpoints: also manifests, and what was set aside."""
+    return [path for path in folder.glob("step-*") if _WRITTEN.match(path.name)]
+
+
+def new_folder(folder: Path) -> Path:
+    """Makes a folder of this name, or with a number after it, and returns it: making it is what takes the name."""
+    for path in (folder, *(folder.with_name(f"{folder.name}-{number}") for number in range(2, _FOLDERS))):
+        with suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
+    raise FileExistsError(f"{folder} and {_FOLDERS} of its names are there")
 
 
 def step_of(path: Path) -> int:

@@ -21,11 +21,12 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, S
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 from torchmetrics import CatMetric, MeanMetric
 
-from project import Trainer
+from project import Trainer, run_folders
 from project.checkpoints.callback import Checkpoints, copy_to_host
 from project.errors import UserError
 from project.resume import attributes
 from project.sharded.shards import Split
+from project.watch.history import lives_of
 from project.watch.progress import Progress
 from tests.conftest import Cli, forked
 from tests.own import Points, PointsData, Regression
@@ -93,10 +94,10 @@ class Remembering(Regression):
         return self.loss({**batch, "point": batch["point"] - self.mean})
 
 
-def fit(folder: Path, module: Any, loader: Any, steps: int = 4, resume: bool = False, **settings: Any) -> Trainer:
+def fit(folder: Path, module: Any, loader: Any, steps: int = 4, resume: bool | Path = False, **settings: Any) -> Trainer:
     settings = {"max_epochs": -1, "accelerator": "cpu", "enable_progress_bar": False, "logger": False, **settings}
     trainer = Trainer(default_root_dir=folder, max_steps=steps, **settings)
-    trainer.fit(module, loader, ckpt_path="last" if resume else None)
+    trainer.fit(module, loader, ckpt_path="last" if resume is True else resume or None)
     return trainer
 
 
@@ -332,11 +333,39 @@ def test_what_is_made_at_the_start_of_a_fit_is_refused_before_the_first_step(tmp
 
 
 def test_a_second_run_in_a_folder_leaves_the_first_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fit(tmp_path, Regression(), points(), steps=8)
-    second = fit(tmp_path, Regression(), points(), steps=4)
-    assert Path(second.checkpoint_callback.best_model_path).name == "step-000000004.ckpt"  # type: ignore[union-attr]
+    """A path that a script has kept leads to the same weights, and the records are those of one run."""
+    kept = [best_path(fit(tmp_path, Regression(lr), points())) for lr in (0.01, 0.02, 0.03)]
+    bodies = [path.read_bytes() for path in kept]
+    assert kept == [tmp_path / run / "checkpoints" / "step-000000004.ckpt" for run in ("", "run-2", "run-3")]
+    assert len({*bodies}) == 3
+    assert f"this run's folder is {tmp_path / 'run-3'}" in caplog.text
+    for run in ("", "run-2", "run-3"):
+        assert (tmp_path / run / "fingerprints.jsonl").exists()
+        assert len(lives_of(tmp_path / run / "life.jsonl")) == 1
+    assert best_path(fit(tmp_path, Regression(), points(), steps=8, resume=True)).parents[1] == tmp_path / "run-3"
+    third = fit(tmp_path, Regression(), points(), steps=8, resume=kept[1])
+    assert best_path(third).parents[1] == tmp_path / "run-2"
+    assert kept[0].read_bytes() == bodies[0]
+
+
+def test_checkpoints_of_another_process_are_put_aside_and_no_other_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (own := tmp_path / "checkpoints" / "pretrained.ckpt").parent.mkdir()
+    own.write_text("mine")
+    for steps in (8, 4, 4, 4):  # within a second
+        monkeypatch.setattr(run_folders, "_RUNS", {})
+        assert best_path(fit(tmp_path, Regression(), points(), steps=steps)).parents[1] == tmp_path
     assert "had checkpoints of another run" in caplog.text
     assert len([*tmp_path.glob("checkpoints-before-*/step-000000008.ckpt")]) == 1
+    assert len([*tmp_path.glob("checkpoints-before-*/step-000000004.json")]) == 2
+    assert own.read_text() == "mine"
+
+
+def best_path(trainer: Trainer) -> Path:
+    callback = trainer.checkpoint_callback
+    assert isinstance(callback, Checkpoints)
+    return Path(callback.best_model_path)
 
 
 class Careless(Regression):
