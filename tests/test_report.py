@@ -598,6 +598,20 @@ def test_what_a_start_logs_again_is_no_sign_of_the_life_before(tmp_path):
     assert (killed.end, killed.end_step) == (40.0, 9), "the next start has resumed from its checkpoint"
 
 
+def test_a_spare_process_begins_where_the_start_before_it_has_ended(tmp_path):
+    """Of a run with restarts: what its starts have lasted is no more than the run."""
+    lines = [
+        {"event": "start", "time": 20.0, "began": 10.0, "step": 0, "ranks": 1},
+        {"event": "stop", "time": 80.0, "step": 57, "state": "killed", "why": "lost"},
+        {"event": "start", "time": 81.0, "began": 23.0, "step": 40, "ranks": 1},
+        {"event": "stop", "time": 121.0, "step": 80, "state": "finished", "why": None},
+    ]
+    (tmp_path / "life.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lives = lives_of(tmp_path / "life.jsonl")
+    assert [(life.began, life.end) for life in lives] == [(10.0, 80.0), (80.0, 121.0)]
+    assert goodput(lives).repeated == pytest.approx(60 * 17 / 57)
+
+
 def test_a_run_without_curves_says_why(tmp_path, monkeypatch):
     """A script with a logger that is not TensorBoard's."""
     monkeypatch.chdir(tmp_path)

@@ -220,8 +220,8 @@ def _most_memory() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def tell_supervisor(**facts: object) -> None:
-    """Sends facts about the run to the supervisor, where there is one."""
+def tell_supervisor(flags: int = 0, **facts: object) -> None:
+    """Sends facts about the run to the supervisor, where there is one. `flags`: those of the socket's `send`."""
     for supervisor in _SUPERVISOR:
         with suppress(OSError):
-            supervisor.send(json.dumps({**facts, "attempt": restarts()}).encode())
+            supervisor.send(json.dumps({**facts, "attempt": restarts()}).encode(), flags)

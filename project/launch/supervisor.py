@@ -82,6 +82,7 @@ class Supervisor:
         self._requested: int | None = None  # the first signal that asked the run to stop, here or in a rank
         self._has_failed = False  # whether a rank has reported an error, after which the others are sent a signal from here
         self._reason = ""  # why all ranks end by themselves, to be started again
+        self._step: int | None = None  # of rank 0, up to a second ago
         self._life: Path | None = None  # the file in which rank 0 records the run's starts and stops
         self._losses, self._strikes = Losses(restarts), Strikes(strikes)
         self._end: int | None = None  # the exit code, once the run is given up
@@ -144,7 +145,7 @@ class Supervisor:
         if self._requested is not None:  # the signal came while there was no rank
             self._pass_on(self._requested, None)
         self._until, self._unanswered, self._spares_at = inf, "", inf
-        self._has_failed, self._reason = False, ""
+        self._has_failed, self._reason, self._step = False, "", None
         while self._children.alive or (self._unanswered and not self._peers.is_alone):
             ready = self._select(min(self._until, self._spares_at) - time.monotonic())
             if time.monotonic() > self._spares_at:
@@ -224,11 +225,12 @@ class Supervisor:
         while readable([self._facts], 0.0) and (facts := receive(self._facts)):
             if facts.get("attempt") != self._attempt:
                 continue
-            if not self._children.spares and "reported" not in facts and self._requested is None:
+            if not self._children.spares and facts.keys().isdisjoint(("reported", "step")) and self._requested is None:
                 self._spares_at = min(self._spares_at, time.monotonic() + _SPARES_AFTER)
             self._life = Path(facts["life"]) if "life" in facts else self._life
             self._small_builds |= {facts["small"]} if "small" in facts else set()
             self._reason = facts.get("reason", self._reason)
+            self._step = facts.get("step", self._step)
             self._has_failed |= "reported" in facts
             if "signal" in facts and not self._has_failed:
                 self._requested = self._requested or facts["signal"]
@@ -276,7 +278,7 @@ class Supervisor:
             loss = f"{loss} No answer from {', '.join(unnamed)}."
         self._kill()
         if self._life is not None:
-            add_stop(self._life, self._children.ranks[0].pid, None, "killed", loss)
+            add_stop(self._life, self._children.ranks[0].pid, self._step, "killed", loss)
         culprits = silent or ([where] if where else [])
         refusal = self._losses.add(loss, self._newest_state())
         if self._requested is not None or not has_enough or self._losses.is_repeated:  # or this host may be cut off

@@ -294,6 +294,8 @@ def lives_of(path: Path, seen: Sequence[tuple[float, int]] = ()) -> list[Life]:
             life.end, life.end_step = max(life.end, time), max(life.end_step, step)
         if life.cut_off and following is not None:  # which resumes from what was saved before
             life.end_step = max(life.end_step, following.step)
+        if following is not None and following.began < life.end:  # a spare process, which has waited for this
+            following.known = {**following.known, "began": life.end}
     return lives
 
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from project.checkpoints.in_memory import CopyInterval
 from project.cli.config import touches_nothing
 from project.cluster.place import MEMORY
 from project.cluster.processes import children
+from project.launch.children import Children
 from project.launch.losses import Losses
 from project.launch.memory_folder import make_folder_in_memory
 from project.launch.peers import Peers
@@ -206,6 +208,18 @@ def test_sixteen_ranks_of_which_one_is_killed_give_the_bits_of_one_process(tmp_p
     assert forked(alone, *words, faults()).code == 0
     assert same(final(killed), final(alone))
     assert curves(killed) == curves(alone)
+
+
+def test_a_supervisor_knows_the_step_of_its_ranks_when_one_is_lost():
+    supervisor, (here, rank) = object.__new__(Supervisor), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    supervisor._facts, supervisor._attempt, supervisor._children = here, 1, Children()
+    supervisor._step = supervisor._requested = supervisor._life = None
+    supervisor._spares_at, supervisor._reason, supervisor._has_failed, supervisor._small_builds = inf, "", False, set()
+    with here, rank:
+        for attempt, step in ((0, 99), (1, 56), (1, 57)):
+            rank.send(json.dumps({"attempt": attempt, "step": step}).encode())
+        supervisor._read_facts()
+    assert (supervisor._step, supervisor._spares_at) == (57, inf)
 
 
 def test_a_supervisor_hears_from_more_others_than_select_can():

@@ -9,6 +9,7 @@ end with exit code 75, 'try again': torchrun and Slurm can start the run anew, a
 import logging
 import math
 import os
+import socket
 import statistics
 import threading
 import time
@@ -28,6 +29,7 @@ from project.cluster.place import host
 from project.cluster.processes import start_time
 from project.errors import Cause, UserError, listed
 from project.launch import early_start
+from project.launch.fork_server import tell_supervisor
 from project.launch.orphans import SUPERVISED, describe_launcher, launcher_pid
 from project.survive import failure
 from project.survive.exit import forbid_core_dumps
@@ -273,6 +275,8 @@ class Watchdog(Callback):
                     self._warden.start()
                 allowed = _LAST_RESORT * beat.allowed_own_work if self._channel is not None else math.inf
                 self._warden.send(step=beat.step, allowed=allowed)
+            if self._rank == 0:  # for the record of a loss; a supervisor that is stopped reads nothing
+                tell_supervisor(socket.MSG_DONTWAIT, step=beat.step)
             if self._channel is None:
                 if beat.is_stuck:
                     self._verdict = Verdict([self._own_report(beat)])
