@@ -21,7 +21,7 @@ from project.errors import UserError
 from project.untrusted import read_yaml
 from project.watch.comparison import Verdict, compare, compare_with_itself, ranks_that_differed, surroundings
 from project.watch.fingerprint_file import FILE, Recorded, read
-from project.watch.history import BESIDE, lives_of
+from project.watch.history import BESIDE, lives_of, read_history
 from project.watch.history import FILE as LIFE
 
 _ABOUT = """Reports whether runs are the same to the last bit; of one run, whether the steps that it computed twice, as after a
@@ -50,14 +50,14 @@ def main(words: Sequence[str]) -> int:
     folders = [run_folder(name, FILE) for name in names]
     runs = [read(folder, name) for folder, name in zip(folders, names, strict=True)]
     # Where several are compared, it matters of one alone only if it is not the same as itself.
-    verdicts = [verdict for verdict in map(_of_one, runs) if len(runs) == 1 or not verdict.same]
+    verdicts = [verdict for verdict in map(_of_one, runs, folders) if len(runs) == 1 or not verdict.same]
     verdicts += [_of_two(runs[0], other, folders[0], folder) for folder, other in zip(folders[1:], runs[1:], strict=True)]
     show("\n".join(line for verdict in verdicts for line in verdict.lines))
     return 0 if all(verdict.same for verdict in verdicts) else 1
 
 
-def _of_one(run: Recorded) -> Verdict:
-    verdict = compare_with_itself(run)
+def _of_one(run: Recorded, folder: Path) -> Verdict:
+    verdict = compare_with_itself(run, read_history(folder, run.name).lives)
     spoilt = ranks_that_differed(run)
     around = surroundings(*verdict.starts) if verdict.starts else []
     return Verdict(verdict.same and not spoilt, [*verdict.lines, *(f"  {line}" for line in around), *spoilt])

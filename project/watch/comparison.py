@@ -6,9 +6,11 @@ No heavy imports: this reads two files and needs no PyTorch.
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from project.errors import listed
 from project.watch.fingerprint_file import Recorded, Start, Taken
+from project.watch.history import Life
 
 _ROUNDING = 0.01  # of a loss
 _SMALL_LOSS = 0.1  # below it, rounding is a larger share
@@ -53,19 +55,27 @@ def compare(run: Recorded, other: Recorded) -> Verdict | None:
     return Verdict(True, [f"{pair} are the same to the last bit {_how_far(run, other, steps)}."])
 
 
-def compare_with_itself(run: Recorded) -> Verdict:
-    """Compares the steps that a run took more than once, after a kill for example."""
+def compare_with_itself(run: Recorded, lives: Sequence[Life] = ()) -> Verdict:
+    """Compares the steps that a run took more than once, after a kill for example. `lives`: its starts, by which it is known
+    how many of these have left no fingerprint: a start that is killed has not written those of its last steps.
+    """
     for earlier, later in run.again:
         if not same_step(earlier, later):
             step = later.record.step
             lines = [f"{run.name}: step {step} was computed twice, with different results."]
             return Verdict(False, [*lines, *_where(run, run, earlier, later)], (earlier.start, later.start))
     steps = sorted({later.record.step for _, later in run.again})
+    repeated = {step for before, after in pairwise(lives) for step in range(after.step + 1, before.end_step + 1)}
+    lacking = sorted(repeated - {*steps})
+    span = f"{lacking[0]} to {lacking[-1]}, {len(lacking)} steps" if len(lacking) > 1 else f"{lacking}"[1:-1]
+    why = "the start that took them first was ended before it had written their fingerprints."
+    more = [f"  Not compared, of what was computed twice: {span}; {why}"] * bool(lacking)
     if not steps:
-        return Verdict(True, [f"{run.name}: {len(run.steps)} steps up to {run.last}, and none was computed twice."])
+        known = "those that were computed twice can't be compared." if lacking else "none was computed twice."
+        return Verdict(True, [f"{run.name}: {len(run.steps)} steps up to {run.last}, and {known}", *more])
     which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, from {steps[0]} to {steps[-1]},"
     were = "was" if len(steps) == 1 else "were"
-    return Verdict(True, [f"{run.name}: {which} {were} computed more than once, the same to the last bit each time."])
+    return Verdict(True, [f"{run.name}: {which} {were} computed more than once, the same to the last bit each time.", *more])
 
 
 def ranks_that_differed(run: Recorded) -> list[str]:

@@ -10,6 +10,7 @@ from project.errors import UserError
 from project.untrusted import cut_off_half_a_line
 from project.watch.comparison import compare, compare_with_itself, surroundings
 from project.watch.fingerprint_file import FILE, Recorded, Start, Step, read
+from project.watch.history import Life
 
 NAMES = ("body.0.weight", "body.1.weight", "head.weight", "head.bias")
 START = Start(0, 2, 4, False, "2.12", "a CPU", 1, NAMES, "0" * 16, b"abcd")
@@ -110,6 +111,11 @@ def test_a_run_that_went_on():
     assert verdict.same
     assert "step 3 was computed more than once, the same" in verdict.lines[0]
     assert compare_with_itself(A).lines == ["a: 4 steps up to 4, and none was computed twice."]
+    lives = [Life(0.0, 0, 1, {}, 9.0, 4), Life(9.0, 2, 1, {}, 18.0, 6)]
+    assert compare_with_itself(resumed, lives).lines[1].startswith("  Not compared, of what was computed twice: 4; the start")
+    unseen = compare_with_itself(A, lives)
+    assert unseen.lines[0] == "a: 4 steps up to 4, and those that were computed twice can't be compared."
+    assert unseen.lines[1].startswith("  Not compared, of what was computed twice: 3 to 4, 2 steps; the start")
     diverged = run((START, steps(1, 2, 3, 4)), (later, steps(3, 4, s4=step(4, weights="f" * 16, tensors=bytes([4, 9, 3, 4])))))
     verdict = compare_with_itself(diverged)
     assert not verdict.same
