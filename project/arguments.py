@@ -32,10 +32,8 @@ Plugin = TypedPlugin | str
 
 # The least that a number can mean; what Lightning refuses by itself, in words of its own, is not here.
 LEAST = {
-    **dict.fromkeys(
-        ("log_every_n_steps", "check_val_every_n_epoch", "accumulate_grad_batches", "threads", "global_batch_size"), 1
-    ),
-    **dict.fromkeys(("gradient_clip_val", "join_timeout", "min_epochs", "min_steps"), 0),
+    **dict.fromkeys(("check_val_every_n_epoch", "accumulate_grad_batches", "threads", "global_batch_size"), 1),
+    **dict.fromkeys(("log_every_n_steps", "gradient_clip_val", "join_timeout", "min_epochs", "min_steps"), 0),
     **dict.fromkeys(("max_epochs", "max_steps", "num_sanity_val_steps"), -1),
     **{f"limit_{stage}_batches": 0 for stage in ("train", "val", "test", "predict")},
 }

@@ -146,7 +146,7 @@ MISTAKES = {
     "a share of 5": (["fit", DDP, "--trainer.limit_val_batches=5.0"], "HINT: write 5"),
     "an interval of nothing": (["fit", DDP, "--trainer.val_check_interval=0"], "a number of steps (10) or a share"),
     "an interval beyond the epoch": (["fit", DDP, "--trainer.val_check_interval=99"], "more than the 2 steps of an epoch"),
-    "an interval of no steps": (["fit", DDP, "--trainer.log_every_n_steps=0"], "log_every_n_steps is 1 at least"),
+    "an interval of no epochs": (["fit", DDP, "--trainer.check_val_every_n_epoch=0"], "check_val_every_n_epoch is 1 at least"),
     "no time": (["fit", DDP, "--checkpoints.every_n_minutes=0"], "every_n_minutes is more than 0"),
     "no epochs": (["fit", DDP, "--trainer.max_epochs=0"], "Not one step was trained"),
     "a negative seed": (["fit", DDP, "--seed_everything=-1"], "seed_everything is a number from 0"),
@@ -304,6 +304,23 @@ def test_help_is_a_page_and_the_rest_on_request(quick):
     for key in ("--trainer.barebones", "--watchdog.factor", "--data.resident"):
         assert key in every.output
         assert key not in run.output
+
+
+@pytest.mark.parametrize("setting", ["--trainer.enable_checkpointing=false", "--trainer.barebones=true"])
+def test_a_run_without_checkpoints_trains_and_leaves_none(quick, tmp_path, setting):
+    words = [word for word in TINY if "log_every" not in word]
+    run = quick(
+        "fit",
+        DDP,
+        *words,
+        "--run=it",
+        "--trainer.max_steps=2",
+        "--trainer.max_epochs=-1",
+        "--trainer.log_every_n_steps=0",
+        setting,
+    )
+    assert run.code == 0, run.output
+    assert not (tmp_path / "lightning_logs/it/checkpoints").exists()
 
 
 @pytest.mark.parametrize("verb", _TRAINING)

@@ -271,6 +271,8 @@ class ProjectCLI(LightningCLI):
             if self._begun is not None and _several_hosts(settings, launch):
                 callbacks.append(Verification(self._begun[0]))
         kwargs["logger"] = self._loggers(trainer_settings.logger, root, launch.rank)
+        if settings.trainer.enable_checkpointing is False or self._is_bare:  # Lightning refuses a callback that saves
+            self._of_verb.callback_keys.remove("checkpoints")
         given = trainer_settings.callbacks or []
         trainer_settings.callbacks = [*callbacks, *([given] if isinstance(given, Callback) else given)]
         if self.subcommand in ("export", "manifest"):
@@ -289,6 +291,10 @@ class ProjectCLI(LightningCLI):
             resume_loggers(trainer.loggers, 0)
         return trainer
 
+    @property
+    def _is_bare(self) -> bool:
+        return bool(self.config[self.subcommand].trainer.barebones)
+
     @cached_property
     def _changed(self) -> list[str] | None:
         """Returns the names of the settings that differ from their defaults; None if they can't be determined."""
@@ -305,7 +311,7 @@ class ProjectCLI(LightningCLI):
         The dashboard is for training: an evaluation leaves nothing there, and has runs of its own in the other loggers.
         """
         fit = self.subcommand == "fit"
-        if self.dry:
+        if self.dry or (self._is_bare and not given):
             return False
         if isinstance(given, bool) or not given or not (fit or self.subcommand in EVALUATING):
             return fit and given is not False

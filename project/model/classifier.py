@@ -262,7 +262,7 @@ class ImageClassifier(LightningModule):
             self.epoch_tally.sums = self.epoch_tally.sums + add_up(notes).where(~skipped, 0)
         else:
             self.epoch_tally.add(notes)
-        if step % typed(trainer).log_every_n_steps == 0:
+        if (every := typed(trainer).log_every_n_steps) and step % every == 0:
             lr = trainer.optimizers[0].param_groups[0].get("lr")
             rate = {} if lr is None else {"train/lr": lr}
             self._sent = step, rate, notes[0][1].shape[1], DelayedSums(add_up(notes), trainer.world_size)
