@@ -306,6 +306,7 @@ def test_the_learning_rates_that_were_used_are_a_column_where_they_differ():
     assert used_rates(run(0.5, tag="lr-SGD-momentum")) is None
     assert "0.01 \u2192 0.1 \u2192 0.001</td>" in compared([warm, run(0.1, 0.1)], Path())
     assert "learning rate</th>" not in compared([warm, warm], Path())
+    assert "as logged, after a step and so for the next one" in compared([warm, run(0.1, 0.1)], Path())
     assert "as the schedule set it" in page(warm)
     assert "as the schedule set it" not in page(run(0.5, tag="train/lr"))
 

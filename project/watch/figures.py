@@ -67,7 +67,7 @@ def learning_rates(history: History) -> Sequence[Point]:
 
 
 class Rates(NamedTuple):
-    """The learning rates that a run has really used, as its schedule set them."""
+    """The learning rates that a run has logged, each after a step, when the schedule may have set the next one's."""
 
     first: float
     peak: float
@@ -78,7 +78,7 @@ class Rates(NamedTuple):
 
 
 def used_rates(history: History) -> Rates | None:
-    """Returns the first, the highest and the last learning rate of a run."""
+    """Returns the first, the highest and the last learning rate that a run has logged."""
     rates = [point.value for point in learning_rates(history) if math.isfinite(point.value)]
     return Rates(rates[0], max(rates), rates[-1]) if rates else None
 
