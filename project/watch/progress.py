@@ -17,7 +17,7 @@ from torch import Tensor
 from project.step.data_ranks import data_ranks
 from project.step.monitored import Judging, Monitoring, is_better, monitored_metrics
 from project.step.optimizers import learning_rates
-from project.step.position import counts, planned_steps
+from project.step.position import counts, planned_steps, timers
 from project.step.state import ends_step, micro_batch
 from project.typed import callbacks_of, typed
 from project.watch.fields import GAP, Field, Importance, fitted
@@ -142,12 +142,16 @@ class Progress(ProgressBar):
         return _median_speed(trainer) or (samples / seconds if seconds else None)
 
     def _left(self, trainer: Trainer) -> list[str]:
-        """Returns the time to the end of the whole run, at the pace since this start, with its validations."""
+        """Returns the time to the end of the whole run, at the pace since this start, with its validations; at most what
+        trainer.max_time or a Timer leaves.
+        """
         steps, step = planned_steps(trainer), trainer.global_step
         first, began = self._pace_from or (step, 0.0)
         if steps is None or step <= first:
             return []
-        return [f"{timedelta(seconds=round((steps - step) * (time.monotonic() - began) / (step - first)))} left"]
+        seconds = (steps - step) * (time.monotonic() - began) / (step - first)
+        limits = [left for timer in timers(trainer) if (left := timer.time_remaining()) is not None]
+        return [f"{timedelta(seconds=round(max(0.0, min([seconds, *limits]))))} left"]
 
     def _pause(self) -> None:
         """Adds up the time and the samples of training until now: training pauses here."""

@@ -237,3 +237,23 @@ def test_an_optimiser_without_a_learning_rate_is_trained_and_resumed(tmp_path: P
     assert "speed/samples_per_s" in curves
     assert "run/lr" not in curves
     assert "The learning rate is 0" not in caplog.text
+
+
+class Left(Callback):
+    text: list[str]
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        progress = trainer.progress_bar_callback
+        assert isinstance(progress, Progress)
+        self.text = progress._left(trainer)
+
+
+def test_no_more_time_is_left_than_the_run_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand hours, by its steps."""
+    monkeypatch.chdir(tmp_path)
+    left = Left()
+    trainer = Trainer(
+        max_epochs=10**9, max_time="00:00:00:02", limit_val_batches=0, callbacks=[left], logger=False, accelerator="cpu"
+    )
+    trainer.fit(Named())
+    assert left.text in (["0:00:00 left"], ["0:00:01 left"])
