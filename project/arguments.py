@@ -83,7 +83,7 @@ def checked(init: Callable[..., None]) -> Callable[..., None]:
     _, _, words = (pl.Trainer.__init__.__doc__ or "").strip().partition("\n")  # from which the command line has its help
     not_passed_on = rf"\n +({'|'.join(own.parameters)}): .*?(?=\n\n)"
     filled.__doc__ = f"{init.__doc__}\n{re.sub(not_passed_on, '', words, flags=re.DOTALL)}"
-    vars(filled)["__signature__"] = own.replace(parameters=[*parameters.values()])
+    dict.update(vars(filled), __signature__=own.replace(parameters=[*parameters.values()]))
     return filled
 
 

@@ -308,7 +308,7 @@ def why_not(loader: object) -> str | None:
     """Returns why a loader can't be dealt out; None if it can."""
     if not isinstance(loader, DataLoader):
         return "it is no DataLoader"
-    if type(loader) is not DataLoader:
+    if _does_as_it_likes(type(loader)):
         return "it is of a class of its own"
     if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
         return "its dataset can only be read from its beginning"
@@ -322,6 +322,17 @@ def why_not(loader: object) -> str | None:
     if not plain or hasattr(sampler, "set_epoch"):  # somebody wants to know the epoch
         return f"it has a sampler of its own ({type(sampler).__name__})"
     return None if size_of(sampler) == size_of(loader.dataset) else "its sampler does not take each sample once"
+
+
+def _does_as_it_likes(kind: type) -> bool:
+    """Returns whether a class of loaders has a method or a property of its own; what its `__init__` sets is read."""
+    own = [
+        name
+        for base in set(kind.__mro__) - set(DataLoader.__mro__)
+        for name in vars(base)
+        if hasattr(vars(base)[name], "__get__")
+    ]
+    return any(name not in ("__init__", "__dict__", "__weakref__") for name in own)
 
 
 def micro_batch_of(loader: DataLoader[object]) -> int:
@@ -347,4 +358,8 @@ def deal(loader: DataLoader[object], order: Order, rank: int, world_size: int, s
         kept += ["prefetch_factor", "multiprocessing_context", "persistent_workers", "timeout"]
     settings |= {name: getattr(loader, name) for name in kept}
     settings["worker_init_fn"] = partial(_show_own_dataset, loader.worker_init_fn)
-    return SeededLoader(keys, seed, **cast(LoaderSettings, settings))
+    dealt = SeededLoader(keys, seed, **cast(LoaderSettings, settings))
+    dict.update(
+        vars(dealt), {name: value for name, value in vars(loader).items() if name not in vars(dealt)}
+    )  # of its subclass
+    return dealt

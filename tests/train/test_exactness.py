@@ -171,6 +171,7 @@ def fit(tmp_path, monkeypatch):
         trainer = Trainer(**{"exact": True, **settings}, max_epochs=2, default_root_dir=tmp_path, **quiet)
         loader = loader or DataLoader(Points(12), batch_size=2)
         trainer.fit(module, loader, DataLoader(Points(6), batch_size=2))
+        return trainer
 
     return run
 
@@ -338,6 +339,38 @@ def test_a_setting_that_does(fit, settings, says):
 def test_a_loader_with_an_order_of_its_own(fit):
     with pytest.raises(UserError, match=r"the train loader \(DataLoader\) gives its samples in its own order.*HINT: "):
         fit(Regression(), DataLoader(Points(12), batch_size=2, sampler=RandomSampler(range(12), replacement=True)))
+
+
+def halves(items: list[dict[str, Any]]) -> Any:
+    batch = torch.utils.data.default_collate(items)
+    return {**batch, "point": batch["point"] / 2}
+
+
+class Plain(DataLoader[Any]):
+    """As those of libraries that bring a function of theirs, and no more."""
+
+    def __init__(self, size: int, **settings: Any) -> None:
+        super().__init__(Points(size), collate_fn=halves, **settings)
+        self.note = size
+
+
+class Own(Plain):
+    def __len__(self) -> int:
+        return super().__len__()
+
+
+def test_a_subclass_of_the_loader_without_methods_is_dealt_out(fit):
+    settings = {"batch_size": 2, "shuffle": True, "generator": torch.Generator().manual_seed(3)}
+    weights = []
+    for loader in (DataLoader(Points(12), collate_fn=halves, **settings), Plain(12, **settings)):
+        torch.manual_seed(1)
+        module = Regression()
+        trainer = fit(module, loader)
+        weights.append(module.network[0].weight.detach().clone())
+    assert torch.equal(*weights)
+    assert trainer.train_dataloader.note == 12
+    with pytest.raises(UserError, match=r"the train loader \(Own\) gives .*: it is of a class of its own"):
+        fit(Regression(), Own(12, **settings))
 
 
 def test_a_batch_that_lies_anywhere_in_memory_is_aligned(fit):
