@@ -136,7 +136,7 @@ def restore_schedules(
             "HINT: give the schedule the length of the whole run.",
             *(trainer.global_step, left),
         )
-    elif changed:
+    elif changed and trainer.is_global_zero:
         shown = ", ".join(f"{lr:.3g}" for lr in dict.fromkeys(float(lr) for lr in lrs))
         log.warning("The schedule is another than the run began with: at step %d its lr is now %s.", trainer.global_step, shown)
 

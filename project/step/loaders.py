@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Literal, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -319,11 +320,7 @@ class Loaders(_DataConnector):
         module = trainer.lightning_module
         if self.global_batch is None and trainer.is_global_zero and module is not None:
             share = "" if module.automatic_optimization else ", and in batch_size what a rank takes of it"
-            log.warning(
-                "There is no trainer.global_batch_size: a step has what the ranks take at once, %d samples here. On another "
-                "number of ranks it is another run, of more or fewer steps. HINT: trainer.global_batch_size=%d%s.",
-                *(size * ranks * count, size * ranks * count, share),
-            )
+            _warn_of_no_global_batch(size * ranks * count, share)
         self._limit_trial()
 
     def _deal_for_training(self, loader: DataLoader[object]) -> DealtLoader:
@@ -470,3 +467,13 @@ def _seed_of(loader: DataLoader[object], trainer: Trainer) -> int:
     if seed != own:
         log.warning("Rank %d's loader has a generator with a seed of its own. Rank 0's is taken.", trainer.global_rank)
     return seed
+
+
+@cache
+def _warn_of_no_global_batch(samples: int, share: str) -> None:
+    """Warns once in a process, which may make many Trainers."""
+    log.warning(
+        "There is no trainer.global_batch_size: a step has what the ranks take at once, %d samples here. On another "
+        "number of ranks it is another run, of more or fewer steps. HINT: trainer.global_batch_size=%d%s.",
+        *(samples, samples, share),
+    )

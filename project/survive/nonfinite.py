@@ -350,4 +350,5 @@ def _hint(trainer: Trainer, faults: list[tuple[float, str]], everywhere: bool) -
             f"({', '.join(names[-3:]) or 'there is none yet'}): --resume PATH --change KEYS, those that you set."
         )
     look = "these samples" if faults else "what the network does in its backward pass"
-    return f"look at {look}. A resumed run repeats this step; to leave it out, add --trainer.nonfinite skip."
+    leave_out = 'set trainer.nonfinite: skip (in Python nonfinite="skip")'
+    return f"look at {look}. A resumed run repeats this step; to leave it out, {leave_out}."

@@ -60,6 +60,7 @@ def test_two_ranks_stop_together_and_then_go_past_it(quick: Cli, tmp_path):
     took("a sample is NaN: all have ended after", since_struck(tmp_path))
     assert code == 1, output
     assert output.count("HINT") == output.count("is not finite") == 1, output
+    assert 'set trainer.nonfinite: skip (in Python nonfinite="skip").' in output
     assert "Traceback" not in output
     assert f"The loss of step {STEP} (epoch 1) is not finite: nan on rank 1, " in output
     assert f", in micro-batch 3 of 4: the input of sample {SAMPLE} has NaN or infinite values." in output

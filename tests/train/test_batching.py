@@ -61,9 +61,11 @@ def test_a_number_of_nodes_that_may_come_is_refused_before_it_comes(monkeypatch)
 @pytest.mark.parametrize(("settings", "warned"), [({}, True), ({"global_batch_size": 4}, False)])
 def test_a_step_that_follows_from_the_number_of_ranks_is_warned_of(tmp_path, caplog, module, settings, warned):
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
-    trainer = Trainer(max_steps=1, default_root_dir=tmp_path, limit_val_batches=0, **quiet, **settings)
-    trainer.fit(module(), DataLoader(RandomDataset(32, 64), batch_size=4))
-    assert ("HINT: trainer.global_batch_size=4" in caplog.text) is warned
+    loaders._warn_of_no_global_batch.cache_clear()
+    for _ in range(2):  # once in a process
+        trainer = Trainer(max_steps=1, default_root_dir=tmp_path, limit_val_batches=0, **quiet, **settings)
+        trainer.fit(module(), DataLoader(RandomDataset(32, 64), batch_size=4))
+    assert caplog.text.count("HINT: trainer.global_batch_size=4") == warned
 
 
 def test_an_accumulation_that_is_set_later_is_taken(tmp_path):

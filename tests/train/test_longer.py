@@ -12,8 +12,8 @@ pytestmark = pytest.mark.slow
 EPOCH = 8  # steps
 
 
-def fit(quick, *words: str):
-    return quick(*FIT, *words, "--trainer.num_sanity_val_steps=0")
+def fit(quick, *words: str, ranks: int = 1):
+    return quick(*FIT, *words, "--trainer.num_sanity_val_steps=0", ranks=ranks)
 
 
 @pytest.mark.parametrize(
@@ -33,9 +33,9 @@ def test_the_schedule_of_a_longer_run(quick, tmp_path, schedule):
         return [*schedule, *total, f"--trainer.max_epochs={epochs}"]
 
     assert fit(quick, *words(1)).code == 0
-    longer = fit(quick, *words(2), *["--change=model.lr_scheduler"] * once)
+    longer = fit(quick, *words(2), *["--change=model.lr_scheduler"] * once, ranks=1 + (not once))
     assert longer.code == 0, longer.output
-    assert once or "The schedule is another than the run began with" in longer.output
+    assert once or longer.output.count("The schedule is another than the run began with") == 1
     whole = tmp_path / "whole"
     whole.mkdir()
     assert forked(whole, *FIT, *words(2), faults()).code == 0
