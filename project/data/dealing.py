@@ -308,7 +308,7 @@ def why_not(loader: object) -> str | None:
     """Returns why a loader can't be dealt out; None if it can."""
     if not isinstance(loader, DataLoader):
         return "it is no DataLoader"
-    if _does_as_it_likes(type(loader)):
+    if _has_methods(type(loader)):
         return "it is of a class of its own"
     if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
         return "its dataset can only be read from its beginning"
@@ -324,7 +324,7 @@ def why_not(loader: object) -> str | None:
     return None if size_of(sampler) == size_of(loader.dataset) else "its sampler does not take each sample once"
 
 
-def _does_as_it_likes(kind: type) -> bool:
+def _has_methods(kind: type) -> bool:
     """Returns whether a class of loaders has a method or a property of its own; what its `__init__` sets is read."""
     own = [
         name
@@ -359,7 +359,6 @@ def deal(loader: DataLoader[object], order: Order, rank: int, world_size: int, s
     settings |= {name: getattr(loader, name) for name in kept}
     settings["worker_init_fn"] = partial(_show_own_dataset, loader.worker_init_fn)
     dealt = SeededLoader(keys, seed, **cast(LoaderSettings, settings))
-    dict.update(
-        vars(dealt), {name: value for name, value in vars(loader).items() if name not in vars(dealt)}
-    )  # of its subclass
+    of_subclass = {name: value for name, value in vars(loader).items() if name not in vars(dealt)}
+    dict.update(vars(dealt), of_subclass)  # and not by setattr, which a DataLoader refuses for some names
     return dealt
