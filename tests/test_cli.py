@@ -308,7 +308,7 @@ def test_help_is_a_page_and_the_rest_on_request(quick):
 
 @pytest.mark.parametrize("setting", ["--trainer.enable_checkpointing=false", "--trainer.barebones=true"])
 def test_a_run_without_checkpoints_trains_and_leaves_none(quick, tmp_path, setting):
-    words = [word for word in TINY if "log_every" not in word]
+    words = [argument for argument in TINY if "log_every" not in argument]
     run = quick(
         "fit",
         DDP,
