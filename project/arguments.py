@@ -78,7 +78,13 @@ def checked(init: Callable[..., None]) -> Callable[..., None]:
                 except (ValueError, SyntaxError):  # a word
                     settings[name] = value
         refuse_odd_numbers(settings)
-        init(self, *args, **settings)
+        # Lightning would take those that it doesn't know from there, too, and pass them on.
+        own_variables = {prefix + name.upper() for name in own.parameters} & os.environ.keys()
+        hidden = {variable: os.environ.pop(variable) for variable in own_variables}
+        try:
+            init(self, *args, **settings)
+        finally:
+            os.environ |= hidden
 
     _, _, words = (pl.Trainer.__init__.__doc__ or "").strip().partition("\n")  # from which the command line has its help
     not_passed_on = rf"\n +({'|'.join(own.parameters)}): .*?(?=\n\n)"

@@ -14,6 +14,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.types import EVAL_DATALOADERS, TRAIN_DATALOADERS
 
+from project.aliases import refuse_other_lightning
 from project.runs import run_of
 from project.survive.hang.watchdog import Watchdog
 from project.typed import TypedTrainer, callbacks_of
@@ -74,6 +75,7 @@ class FolderOfRun(TypedTrainer):
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
     ) -> None:
+        refuse_other_lightning(model)
         if self.keeps_records and not self.configuration and not self.fast_dev_run:
             self._take_folder(ckpt_path)
         try:

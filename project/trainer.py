@@ -27,6 +27,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
 
+from project.aliases import take_either_lightning
 from project.arguments import Plugin, checked, named_errors, resolve_plugins, resolve_precision
 from project.callbacks import default_kinds, keeps_records, with_ours
 from project.checkpoints.callback import checkpoints_of
@@ -77,6 +78,7 @@ from project.watch.life import Life
 from project.watch.loggers import LoggerName
 
 log = logging.getLogger(__name__)
+take_either_lightning()  # of a library that is imported after this
 logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "Tip:" not in record.getMessage())
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from lightning.pytorch import seed_everything
 
 from project.checkpoints.reading import checkpoints_in
-from project.cli.aliases import take_either_lightning
 from project.cli.class_paths import START
 from project.cli.config import Parser, brought, refuse_odd_sections
 from project.cli.project_cli import ProjectCLI, open_door
@@ -62,7 +61,6 @@ def _seed_imports() -> None:
 
 def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Trainer) -> None:
     """Runs the command line. An error that the user can mend takes one line; any other, its traceback, printed once."""
-    take_either_lightning()
     BY_COMMAND.set()
     START[0] = Path.cwd()
     rank = rank_said()

@@ -10,6 +10,10 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from lightning.pytorch import LightningModule
+
+from project.errors import UserError
+
 _NAME, _MEANT = "pytorch_lightning", "lightning.pytorch"
 
 
@@ -36,3 +40,13 @@ def take_either_lightning() -> None:
     """Makes both names refer to one library in this process; modules imported before stay unchanged."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
+
+
+def refuse_other_lightning(model: object) -> None:
+    """Raises a UserError for a module of the other name's own library, which was imported before this project's Trainer."""
+    kind = getattr(sys.modules.get(_NAME), "LightningModule", None)
+    if isinstance(kind, type) and isinstance(model, kind) and not isinstance(model, LightningModule):
+        raise UserError(
+            f"{type(model).__name__} is a LightningModule of pytorch_lightning, and this is lightning.pytorch's Trainer. HINT: "
+            "from project import Trainer first, before the import of the library that has it: then both names mean one."
+        )
