@@ -6,7 +6,7 @@ All ranks take the same folder without asking each other: each of them has seen 
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -32,7 +32,7 @@ _OF_THE_NEWEST = ("last", "best", "hpc")
 
 
 def _absolute(folder: str | Path) -> Path:
-    return Path(os.path.abspath(os.path.expanduser(folder)))
+    return Path(os.path.realpath(os.path.expanduser(folder)))
 
 
 def newest_folder(given: str | Path) -> str | Path:
@@ -55,6 +55,8 @@ class FolderOfRun(TypedTrainer):
     """Whether this project writes anything into the folder."""
     given_folder: str | Path
     """The `default_root_dir` that it was made with."""
+    made_loggers: Sequence[Logger] = ()
+    """Its loggers as it was made: a logger that was set later stays."""
     loggers_in: Callable[[Path], Loggers]
     """Returns its loggers for a run's folder."""
     _folder: str | None = None
@@ -76,27 +78,29 @@ class FolderOfRun(TypedTrainer):
         weights_only: bool | None = None,
     ) -> None:
         refuse_other_lightning(model)
-        if self.keeps_records and not self.configuration and not self.fast_dev_run:
+        if not self.keeps_records or self.fast_dev_run:
+            super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
+            return
+        if not self.configuration:
             self._take_folder(ckpt_path)
+        runs, folder = _RUNS.setdefault(_absolute(self.given_folder), []), _absolute(self.default_root_dir)
+        is_new = folder not in runs
+        runs[:] = [*(run for run in runs if run != folder), folder]  # now: a fit within this one takes another folder
         try:
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
             self._has_fit = True
         finally:
-            if self._has_fit or self.global_step:  # one that has failed before its first step leaves nothing
-                self._note_run()
+            self._has_fit |= self.global_step > 0
+            if is_new and not self._has_fit:  # one that has failed before its first step leaves nothing
+                runs.remove(folder)
 
     fit.__doc__ = pl.Trainer.fit.__doc__
-
-    def _note_run(self) -> None:
-        folder, runs = _absolute(self.default_root_dir), _RUNS.setdefault(_absolute(self.given_folder), [])
-        runs[:] = [*(run for run in runs if run != folder), folder]
-        self._has_fit = True
 
     def _take_folder(self, ckpt_path: str | Path | None) -> None:
         """Takes the folder of the run that a fit continues, or that of a new one."""
         given = _absolute(self.given_folder)
         runs = _RUNS.get(given, [])
-        continued = run_of(Path(ckpt_path)) if ckpt_path and ckpt_path not in _OF_THE_NEWEST else None
+        continued = _absolute(run_of(Path(ckpt_path))) if ckpt_path and ckpt_path not in _OF_THE_NEWEST else None
         if self._has_fit or not runs:
             folder = _absolute(self.default_root_dir)
         elif continued in runs:
@@ -115,7 +119,10 @@ class FolderOfRun(TypedTrainer):
     def _move_to(self, folder: Path) -> None:
         """Takes another folder. Nothing is set up yet; the user's own loggers stay."""
         self._folder = str(folder)
-        loggers = self.loggers_in(folder)
-        self.loggers = [*loggers] if isinstance(loggers, Iterable) else [loggers] if isinstance(loggers, Logger) else []
         for watchdog in callbacks_of(self, Watchdog):
             watchdog.life = folder / LIFE if watchdog.life else None
+        if [*self.loggers] != self.made_loggers:
+            return
+        loggers = self.loggers_in(folder)
+        self.loggers = [*loggers] if isinstance(loggers, Iterable) else [loggers] if isinstance(loggers, Logger) else []
+        self.made_loggers = [*self.loggers]

@@ -194,6 +194,7 @@ class Trainer(NotesWhoStops, FolderOfRun):
             )
         for watchdog in callbacks_of(self, Watchdog) if callbacks_of(self, Life) else ():
             watchdog.life = Path(default_root_dir) / LIFE
+        self.made_loggers = [*self.loggers]
         refuse_strategy(self, bool(launch.world_size), saves=bool(checkpoints_of(self)))
         name_speaker(self.global_rank, host(), self.world_size)
         if on_cpu(accelerator):

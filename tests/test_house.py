@@ -18,7 +18,7 @@ ROOMS = {
     *("cli", "model", "data", "step", "exact", "sharded", "resume", "checkpoints", "cluster", "launch", "doctor", "survive"),
     *("watch", "export", "proof"),
 }
-EVERYWHERE = {"errors", "parts", "masking", "plain_values", "tables", "tracebacks", "typed", "untrusted"}
+EVERYWHERE = {"errors", "parts", "masking", "plain_values", "tables", "tensors", "tracebacks", "typed", "untrusted"}
 MAY_ALSO = {
     "step": {"data"},  # the order of the samples
     "exact": {"sharded", "step"},  # a whole gradient becomes a rank's shard

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias, TypedDict, cast
 
 import numpy as np
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, Subset, get_worker_info
 from torch.utils.data.sampler import BatchSampler
 from typing_extensions import NotRequired, Unpack
@@ -22,6 +21,7 @@ from project.data.order import Key, MicroBatchSampler, Order, chance, size_of
 from project.data.values import Attributes
 from project.data.worker_signals import with_signals
 from project.errors import UserError
+from project.tensors import apply_to_tensors
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class DealtLoader(DataLoader[object]):
             if batch is _END:  # a loader may have been stopped in between
                 break
             self.taken.append(key)
-            yield apply_to_collection(batch, torch.Tensor, _aligned, allow_frozen=True) if self.aligned else batch
+            yield apply_to_tensors(batch, _aligned) if self.aligned else batch
         self.keys.start_over()
 
 

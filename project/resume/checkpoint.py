@@ -94,7 +94,7 @@ class Resuming(_CheckpointConnector):
 
     def begin_verb(self, chosen: str | Path | None, weights_only: bool | None) -> None:
         """Begins another fit, or another verb."""
-        self.chosen, self._weights_only, self._loaded_checkpoint = chosen, weights_only, {}
+        self.chosen, self._weights_only, self._loaded_checkpoint, self._unreadable = chosen, weights_only, {}, None
 
     # Into a checkpoint -----------------------------------------------------------------------------------------------
 

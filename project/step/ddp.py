@@ -198,8 +198,8 @@ def refuse_sync_batch_norm_on_cpu(module: nn.Module, device: torch.device) -> No
     """Raises a UserError for layers that trainer.sync_batchnorm has made, where ranks compute on CPUs."""
     if device.type == "cpu" and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
         raise UserError(
-            "torch's SyncBatchNorm, which trainer.sync_batchnorm=true puts into the network, works on GPUs alone. HINT: "
-            "trainer.sync_batchnorm=false; a larger batch_size has batch norm see more samples at a time."
+            "torch's SyncBatchNorm, which trainer.sync_batchnorm=true puts into a network, works on GPUs alone. HINT: "
+            "trainer.sync_batchnorm=false, and BatchNorm in its place, which a larger batch_size shows more samples at a time."
         )
 
 

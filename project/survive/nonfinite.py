@@ -16,7 +16,6 @@ from typing import Literal
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -33,6 +32,7 @@ from project.step.measurements import measurement_loggers
 from project.step.micro_batch import MicroBatch
 from project.step.optimizers import give_zero_momentum, is_fused
 from project.step.state import ends_step, micro_batch, step_state
+from project.tensors import apply_to_tensors
 from project.typed import typed
 
 log = logging.getLogger(__name__)
@@ -277,11 +277,12 @@ def _bad_inputs(batch: object, size: int) -> list[int]:
     """Returns the positions in a micro-batch at which a tensor of numbers is not finite."""
     bad: set[int] = set()
 
-    def look(values: Tensor) -> None:
+    def look(values: Tensor) -> Tensor:
         if values.is_floating_point() and values.ndim and len(values) == size:
             bad.update((~values.reshape(size, -1).isfinite()).any(1).nonzero().flatten().tolist())
+        return values
 
-    apply_to_collection(batch, Tensor, look, allow_frozen=True)
+    apply_to_tensors(batch, look)
     return sorted(bad)
 
 

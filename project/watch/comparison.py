@@ -13,6 +13,7 @@ from project.watch.fingerprint_file import Recorded, Start, Taken
 from project.watch.history import Life
 
 _ROUNDING = 0.01  # of a loss
+_MOST = 100_000  # steps that a start repeats: the files may be somebody else's
 _SMALL_LOSS = 0.1  # below it, rounding is a larger share
 
 
@@ -65,7 +66,11 @@ def compare_with_itself(run: Recorded, lives: Sequence[Life] = ()) -> Verdict:
             lines = [f"{run.name}: step {step} was computed twice, with different results."]
             return Verdict(False, [*lines, *_where(run, run, earlier, later)], (earlier.start, later.start))
     steps = sorted({later.record.step for _, later in run.again})
-    repeated = {step for before, after in pairwise(lives) for step in range(after.step + 1, before.end_step + 1)}
+    repeated = {
+        step
+        for before, after in pairwise(lives)
+        for step in range(after.step + 1, min(before.end_step, after.step + _MOST) + 1)
+    }
     lacking = sorted(repeated - {*steps})
     span = f"{lacking[0]} to {lacking[-1]}, {len(lacking)} steps" if len(lacking) > 1 else f"{lacking}"[1:-1]
     why = "the start that took them first was ended before it had written their fingerprints."

@@ -195,7 +195,8 @@ class Throughput(Callback):
             if isinstance(batch, dict) and isinstance(images := batch.get("image"), Tensor):
                 self._flops = _kept_flops(pl_module, images.shape[1:])
             self._peak = peak(trainer)
-        if self._stragglers is not None and (self._last_end is None or not self._window):  # an epoch, or a window, begins
+        is_first = batch_idx % trainer.accumulate_grad_batches == 0  # of its step, within which parts of a network are gathered
+        if self._stragglers is not None and is_first and (self._last_end is None or not self._window):
             learning = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
             if [*map(id, learning)] != [*map(id, self._learning)]:
                 # Which gradient comes last, this step shows: each says when it is there.
@@ -291,6 +292,7 @@ class Throughput(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._read(trainer)
         self._hook()
+        self._learning, self._last_gradient = (), None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._rows = []

@@ -348,6 +348,23 @@ def test_a_second_run_in_a_folder_leaves_the_first_alone(tmp_path: Path, caplog:
     assert kept[0].read_bytes() == bodies[0]
 
 
+class Probing(Callback):
+    """Trains another network after each epoch, in the same folder."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        fit(Path(trainer.default_root_dir), Regression(), points(), steps=2)
+
+
+def test_a_fit_within_a_fit_has_a_folder_of_its_own_and_one_that_leaves_nothing_has_none(tmp_path: Path) -> None:
+    fit(tmp_path, Regression(), points(), fast_dev_run=True)
+    fit(tmp_path, Regression(), points(), enable_checkpointing=False)
+    outer = fit(tmp_path, Regression(), points(), steps=8, callbacks=[Probing()])
+    assert best_path(outer).parents[1] == tmp_path
+    assert best_path(outer).exists()
+    assert [*tmp_path.glob("checkpoints-before-*")] == []
+    assert (tmp_path / "run-2/checkpoints/step-000000002.ckpt").exists()
+
+
 def test_checkpoints_of_another_process_are_put_aside_and_no_other_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

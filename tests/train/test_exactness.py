@@ -407,11 +407,13 @@ class Fixed:
 def test_a_batch_that_cannot_be_changed_is_taken(fit, factor):
     class OfFixed(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            assert {values.data_ptr() % 64 for values in (batch.point, batch.sum)} == {0}
             return self.loss(vars(batch)) * factor
 
     def collate(items):
         batch = torch.utils.data.default_collate(items)
-        return Fixed(batch["point"], batch["sum"])
+        room = torch.empty(batch["sum"].numel() + 1, dtype=torch.float64)[1:]
+        return Fixed(batch["point"], room.view_as(batch["sum"]).copy_(batch["sum"]))
 
     with nullcontext() if factor == 1 else pytest.raises(NonFiniteError):
         fit(OfFixed(), DataLoader(Points(12), batch_size=2, collate_fn=collate))

@@ -260,6 +260,7 @@ class Watchdog(Callback):
     def _run(self) -> None:
         """Runs in the thread: sends heartbeats, on rank 0 judges them, and ends the process when there is a verdict."""
         looked = spoke = time.monotonic()
+        reported = -1  # the step that the supervisor knows
         while not self._stopping.is_set() and self._verdict is None:
             self._handle_messages(_TICK)
             now = time.monotonic()
@@ -275,7 +276,8 @@ class Watchdog(Callback):
                     self._warden.start()
                 allowed = _LAST_RESORT * beat.allowed_own_work if self._channel is not None else math.inf
                 self._warden.send(step=beat.step, allowed=allowed)
-            if self._rank == 0:  # for the record of a loss; a supervisor that is stopped reads nothing
+            if self._rank == 0 and beat.step != reported:  # for the record of a loss; one that is stopped reads nothing
+                reported = beat.step
                 tell_supervisor(socket.MSG_DONTWAIT, step=beat.step)
             if self._channel is None:
                 if beat.is_stuck:
