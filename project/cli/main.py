@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import torch
 from lightning.pytorch import seed_everything
 
 from project.checkpoints.reading import checkpoints_in
@@ -34,12 +35,13 @@ from project.step.evaluation import loaders_of
 from project.step.state import step_state
 from project.survive.failure import BY_COMMAND, exit_at_once, exit_code, report_error
 from project.survive.hang.watchdog import Watchdog
+from project.survive.life import start_report
 from project.survive.signals import SIGNALS
 from project.tracebacks import Folded, title
 from project.trainer import Trainer
 from project.typed import callbacks_of
 from project.watch.console import open_log
-from project.watch.history import read_history
+from project.watch.history import FILE, read_history
 from project.watch.life import Life
 from project.watch.report import write
 
@@ -90,7 +92,12 @@ def main(front: type[ProjectCLI] = ProjectCLI, trainer_class: type[Trainer] = Tr
             report_as_rank()
             rank = detect().rank
         say = log.info if ProjectCLI.running is None else log.debug  # the error is the last word
-        raise SystemExit(_end(error, rank)) from None
+        code = _end(error, rank)
+        if isinstance(error, torch.AcceleratorError) and (trainer := ProjectCLI.running) is not None:
+            if trainer.is_global_zero:
+                start_report(Path(trainer.default_root_dir) / FILE)
+            exit_at_once(SystemExit(code))  # before NCCL, which has met the error as well, aborts this process
+        raise SystemExit(code) from None
     finally:
         ran, ProjectCLI.running, ProjectCLI.opened = ProjectCLI.running, None, None
         if ran is not None:
