@@ -121,7 +121,7 @@ class Rehearsal(Callback):
             self._before, self._generators = {}, None
             _warn(
                 "changed in the first steps, and not in what a checkpoint holds, so that a resumed run begins with what it was "
-                "at the start: harmless if each step sets it anew. HINT: else {hint}.",
+                "at the start: harmless if each step sets it anew. HINT: {hint}.",
                 *(trainer, [name for name in unsaved if name not in self._reported], drawn),
             )
 
