@@ -7,8 +7,8 @@ from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
-from inspect import signature
-from typing import cast
+from inspect import Signature, signature
+from typing import Protocol, cast
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -58,6 +58,12 @@ def refuse_odd_numbers(settings: Mapping[str, object]) -> None:
         raise UserError(f"trainer.val_check_interval is a number of steps (10) or a share of an epoch (0.5), not {interval}.")
 
 
+class _Signed(Protocol):
+    """A function with the signature that `inspect` reports of it."""
+
+    __signature__: Signature
+
+
 def checked(init: Callable[..., None]) -> Callable[..., None]:
     """Lets a Trainer take what was not given from PL_TRAINER_... of the environment, as Lightning's does, and refuses numbers
     that mean nothing.
@@ -89,7 +95,7 @@ def checked(init: Callable[..., None]) -> Callable[..., None]:
     _, _, words = (pl.Trainer.__init__.__doc__ or "").strip().partition("\n")  # from which the command line has its help
     not_passed_on = rf"\n +({'|'.join(own.parameters)}): .*?(?=\n\n)"
     filled.__doc__ = f"{init.__doc__}\n{re.sub(not_passed_on, '', words, flags=re.DOTALL)}"
-    dict.update(vars(filled), __signature__=own.replace(parameters=[*parameters.values()]))
+    cast(_Signed, filled).__signature__ = own.replace(parameters=[*parameters.values()])
     return filled
 
 

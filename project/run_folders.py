@@ -31,7 +31,7 @@ Loggers = Logger | Iterable[Logger] | bool | None
 _OF_THE_NEWEST = ("last", "best", "hpc")
 
 
-def _absolute(folder: str | Path) -> Path:
+def _resolved(folder: str | Path) -> Path:
     return Path(os.path.realpath(os.path.expanduser(folder)))
 
 
@@ -39,7 +39,7 @@ def newest_folder(given: str | Path) -> str | Path:
     """Returns the folder of the newest run that this process has trained in a `default_root_dir`; that itself where it has
     trained none.
     """
-    return next(reversed(_RUNS.get(_absolute(given), [])), given)
+    return next(reversed(_RUNS.get(_resolved(given), [])), given)
 
 
 def loggers_in(given: object, rank: int, bare: bool, folder: Path) -> Loggers:
@@ -83,7 +83,7 @@ class FolderOfRun(TypedTrainer):
             return
         if not self.configuration:
             self._take_folder(ckpt_path)
-        runs, folder = _RUNS.setdefault(_absolute(self.given_folder), []), _absolute(self.default_root_dir)
+        runs, folder = _RUNS.setdefault(_resolved(self.given_folder), []), _resolved(self.default_root_dir)
         is_new = folder not in runs
         runs[:] = [*(run for run in runs if run != folder), folder]  # now: a fit within this one takes another folder
         try:
@@ -98,11 +98,11 @@ class FolderOfRun(TypedTrainer):
 
     def _take_folder(self, ckpt_path: str | Path | None) -> None:
         """Takes the folder of the run that a fit continues, or that of a new one."""
-        given = _absolute(self.given_folder)
+        given = _resolved(self.given_folder)
         runs = _RUNS.get(given, [])
-        continued = _absolute(run_of(Path(ckpt_path))) if ckpt_path and ckpt_path not in _OF_THE_NEWEST else None
+        continued = _resolved(run_of(Path(ckpt_path))) if ckpt_path and ckpt_path not in _OF_THE_NEWEST else None
         if self._has_fit or not runs:
-            folder = _absolute(self.default_root_dir)
+            folder = _resolved(self.default_root_dir)
         elif continued in runs:
             folder = continued
         else:
@@ -113,7 +113,7 @@ class FolderOfRun(TypedTrainer):
                 'default_root_dir of its own; fit(ckpt_path="last") continues the newest one.',
                 *(runs[-1], folder),
             )
-        if folder != _absolute(self.default_root_dir):
+        if folder != _resolved(self.default_root_dir):
             self._move_to(folder)
 
     def _move_to(self, folder: Path) -> None:

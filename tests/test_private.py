@@ -311,8 +311,10 @@ class Patches(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         called = ast.unparse(node.func)
-        if called.endswith(".update") and isinstance(node.func, ast.Attribute) and self._is_vars(node.func.value):
-            self.targets.add(f"{ast.unparse(node.func.value)}[...]")
+        if called.endswith(".update") and isinstance(node.func, ast.Attribute):
+            changed = node.args[0] if called == "dict.update" and node.args else node.func.value
+            if self._is_vars(changed):
+                self.targets.add(f"{ast.unparse(changed)}[...]")
         elif called in ("setattr", "object.__setattr__"):
             on = ast.unparse(node.args[0])
             if on not in ("self", "cls") and self._library(node.args[0]) in ("", "project", *LIBRARIES):
@@ -435,13 +437,20 @@ def plant(trainer: Trainer, module, x) -> None:
     trainer.should_stop = x.weight = True
     module.__dict__["cpu"] = lambda: module
     vars(torch.nn.init).update({})
+    dict.update(vars(torch.nn.functional), {})
     setattr(trainer, x, 1), setattr(json, x, 1)
     x._results = None
     x.__class__ = Trainer
     x.forward = x
 """
     expected = {"LightningModule.log", "elastic.pickle", "trainer.strategy.backward", "module.__dict__['cpu']"}
-    expected |= {"vars(torch.nn.init)[...]", "setattr(trainer, x)", "x._results", "x.__class__"}
+    expected |= {
+        "vars(torch.nn.init)[...]",
+        "vars(torch.nn.functional)[...]",
+        "setattr(trainer, x)",
+        "x._results",
+        "x.__class__",
+    }
     assert Patches(ast.parse(text)).targets == expected
 
 

@@ -98,6 +98,11 @@ class SeededLoader(DealtLoader):
     """It is reported if random numbers are drawn for its first micro-batch as a whole, and not for a sample."""
     _attributes: Attributes | None = None
 
+    def keep_attributes_of(self, loader: DataLoader[object]) -> None:
+        """Keeps what a user's subclass has set on its loader, for whoever asks `trainer.train_dataloader` for it."""
+        # Not by setattr, which a DataLoader refuses for some names.
+        self.__dict__.update({name: value for name, value in vars(loader).items() if name not in self.__dict__})
+
     def _batches(self) -> Iterator[object]:
         own = self.dataset
         if self.watched and self.persistent_workers:  # processes that outlive an epoch keep their first copy
@@ -359,6 +364,5 @@ def deal(loader: DataLoader[object], order: Order, rank: int, world_size: int, s
     settings |= {name: getattr(loader, name) for name in kept}
     settings["worker_init_fn"] = partial(_show_own_dataset, loader.worker_init_fn)
     dealt = SeededLoader(keys, seed, **cast(LoaderSettings, settings))
-    of_subclass = {name: value for name, value in vars(loader).items() if name not in vars(dealt)}
-    dict.update(vars(dealt), of_subclass)  # and not by setattr, which a DataLoader refuses for some names
+    dealt.keep_attributes_of(loader)
     return dealt
