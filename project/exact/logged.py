@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from copy import copy, deepcopy
 from fractions import Fraction
 from operator import mul
+from sys import intern
 from typing import TypeVar
 
 import torch
@@ -207,6 +208,8 @@ class ExactResults(Results):
         """Returns the sums in the form of one rank's: a checkpoint does not show how many there were."""
         made = super().sums(ranks)
         for key, entry in made.items():
+            entry["sync"]["should"] = False  # on one rank Lightning never asks for it
+            entry["meta"] = {name: intern(value) if isinstance(value, str) else value for name, value in entry["meta"].items()}
             if key in self._sums and _is_reduced_over_epoch(self[key]):
                 parts = [part for value, _ in entry["ranks"] for part in value.tolist()]
                 samples = torch.stack([count for _, count in entry["ranks"]]).sum()
