@@ -77,7 +77,8 @@ class Epochs(_FitLoop):
             epoch = counts(self.epoch_progress.current)
             self._resumes_within_epoch = epoch.started > epoch.processed
             self.epoch_loop.resumes_within_epoch = self._resumes_within_epoch
-            self.restarting = False
+            # Lightning's setter leaves it set where there is trainer.max_steps, and a loop that restarts leaves things out.
+            self._restarting = self.epoch_loop.restarting = False
         super().reset()
 
     def setup_data(self) -> None:

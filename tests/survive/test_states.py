@@ -1462,3 +1462,35 @@ def test_what_is_of_a_later_step_than_a_run_goes_back_to_is_set_aside(tmp_path: 
         f"step-00000000{step}.ckpt.later" for step in (4, 6)
     }
     assert fit(tmp_path, Regression(), points(), steps=3, resume=True).global_step == 3
+
+
+class Reduced(Regression):
+    """Learns by an ever lower rate, as a plateau's schedule has it."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.99)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "loss_epoch"}}
+
+
+class OnSlowPath(Reduced):
+    """With a hook for which Lightning's own loop takes the steps."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", [Reduced, OnSlowPath])
+def test_a_run_of_so_many_steps_that_resumes_leaves_nothing_out(tmp_path: Path, kind: type[Reduced]) -> None:
+    """Lightning takes its loops to be restarted for as long as there is a number of steps, and leaves out in the first epoch a
+    plateau's reduction, and at its start a micro-batch, which it counts.
+    """
+    rates, logged = [], []
+    fit(tmp_path / "parts", kind(), points(), steps=8, callbacks=[every(2)])
+    for step in (None, 6, 8):
+        resume = False if step is None else tmp_path / f"parts/checkpoints/step-00000000{step}.ckpt"
+        trainer = fit(tmp_path / f"from {step}", kind(), points(), steps=18, resume=resume)
+        rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+        logged.append(trainer.fit_loop.epoch_loop._batches_that_stepped)
+    assert rates == [pytest.approx(1e-4)] * 3
+    assert logged == [18] * 3
