@@ -89,6 +89,17 @@ class Place(Callback):
         self.path = state_dict["path"]
 
 
+class NothingToValidate(BoringModel):
+    def val_dataloader(self):
+        return []
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_an_empty_list_of_loaders_is_none(tmp_path, caplog, exact):
+    trainer(tmp_path, exact=exact, global_batch_size=1).fit(NothingToValidate())
+    assert not [line for line in caplog.text.splitlines() if "val loader" in line]
+
+
 def test_a_path_in_a_callbacks_state_comes_back(tmp_path):
     trainer(tmp_path, callbacks=[Place(tmp_path)]).fit(BoringModel())
     newest = max((tmp_path / "checkpoints").glob("*.ckpt"))

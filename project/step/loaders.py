@@ -270,6 +270,8 @@ class Loaders(_DataConnector):
     def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         """Returns a loader in our order, or Lightning's own where it can't be dealt out. Lightning calls it for each loader."""
         training = mode == RunningStage.TRAINING
+        if isinstance(dataloader, list) and not dataloader:  # by which a user says that there is none
+            return dataloader
         if isinstance(dataloader, DealtLoader):
             if training:
                 self._dealt.append(dataloader)
