@@ -213,13 +213,18 @@ class MicroBatchSampler(DistributedSampler[Key]):
         self._start: tuple[int, int] | None = None
 
     def start_at(self, epoch: int, step: int) -> None:
-        """Starts that epoch at `step`. Lightning makes its first iterator before it sets the epoch."""
+        """Starts that epoch at `step`, which is beyond its steps where another loader has more of them. Lightning makes its
+        first iterator before it sets the epoch.
+        """
         self.set_epoch(epoch)
         self._start = epoch, step
 
     def start_over(self) -> None:
-        """Makes the next pass begin at its beginning, also within the same epoch."""
-        self._start = None
+        """Makes the next pass begin at its beginning, also within the same epoch; after an epoch that had ended before its
+        start, at what that pass has left: Lightning begins a shorter loader again in `max_size_cycle`, and not in `max_size`.
+        """
+        (epoch, step), steps = self._start or (self.epoch, 0), self.order.steps
+        self._start = (epoch, step % steps) if 0 < steps <= step else None
 
     def set_epoch(self, epoch: int) -> None:
         if self._start and self._start[0] != epoch:

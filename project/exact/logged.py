@@ -214,7 +214,7 @@ class ExactResults(Results):
                 parts = [part for value, _ in entry["ranks"] for part in value.tolist()]
                 samples = torch.stack([count for _, count in entry["ranks"]]).sum()
                 entry["ranks"] = [(torch.tensor(canonical_parts(parts), dtype=torch.float64), samples)]
-            else:
+            elif entry["ranks"]:
                 how = {"max": torch.amax, "min": torch.amin}.get(entry["meta"]["reduce_fx"])
                 values = torch.stack([value for value, _ in entry["ranks"]])
                 entry["ranks"] = [(values[0] if how is None else how(values, 0), entry["ranks"][0][1])]

@@ -45,7 +45,7 @@ from project.step.ddp import all_gather_objects
 from project.step.evaluation import loaders_of
 from project.step.loop import Steps
 from project.step.measurements import resume_loggers
-from project.step.optimizers import states_in
+from project.step.optimizers import restore_dtypes
 from project.step.position import Position, check_loop_progress, is_over, out_of_time, position, set_counters
 from project.typed import StateDict, callbacks_of, typed
 from project.untrusted import shortened
@@ -390,27 +390,14 @@ class Resuming(_CheckpointConnector):
                 f"The checkpoint's states of optimisers do not fit {_optimizer_names(self.trainer)} ({error}): the run had "
                 "others, or other parameters. HINT: have configure_optimizers make those that the run had."
             ) from error
-        self._restore_dtypes_of_optimizers()
-
-    def _restore_dtypes_of_optimizers(self) -> None:
-        """Restores the dtypes of the optimisers' states. torch gives all of them the dtype of the parameters, which rounds
-        NAdam's products and ASGD's rates in bf16, and an optimiser's own float32 beside weights in 16 bits.
-        """
-        saved = self._loaded_checkpoint["state_dict"]
-        same = {
+        weights = self._loaded_checkpoint["state_dict"]
+        same = {  # in another precision states follow the weights
             id(parameter)
             for name, parameter in self.trainer.lightning_module.named_parameters()
-            if name in saved and saved[name].dtype == parameter.dtype
+            if name in weights and weights[name].dtype == parameter.dtype
         }
-        for optimizer, state in zip(self.trainer.optimizers, self._loaded_checkpoint["optimizer_states"], strict=False):
-            for parameter, values in states_in(state, optimizer):
-                restored = optimizer.state[parameter]
-                for name, value in values.items():
-                    now = restored.get(name)
-                    if not isinstance(now, Tensor) or not isinstance(value, Tensor) or now.dtype == value.dtype:
-                        continue
-                    if id(parameter) in same or value.shape != parameter.shape:  # in another precision it follows the weights
-                        restored[name] = value.to(now.device)
+        for optimizer, saved in zip(self.trainer.optimizers, self._loaded_checkpoint["optimizer_states"], strict=False):
+            restore_dtypes(optimizer, saved, lambda parameter: id(parameter) in same)
 
     def restore_lr_schedulers(self) -> None:
         then: list[StateDict] | None = self._loaded_checkpoint.get("schedules_as_built")

@@ -19,12 +19,14 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
+from torch.optim import Optimizer
 
 from project.errors import UserError
 from project.step.chance import Moments
 from project.step.ddp import wrap_again_if_outdated
 from project.step.evaluation import install_evaluations, loaders_of
 from project.step.loop import Steps
+from project.step.optimizers import restore_dtypes
 from project.step.position import counts, is_over, stopped_within_epoch
 from project.step.results import Results
 from project.step.structure import Structure, apply_structure, current_structure
@@ -186,5 +188,7 @@ def _copy_states(trainer: Trainer, callbacks: list[Callback]) -> Callable[[], No
         for holder, state in zip(holders, states, strict=True):
             if state:
                 holder.load_state_dict(state)
+            if isinstance(holder, Optimizer):
+                restore_dtypes(holder, state)
 
     return restore_copies

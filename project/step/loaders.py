@@ -227,7 +227,7 @@ class Loaders(_DataConnector):
         self.set_sizes.append(order.size)
         if self._restored_sizes and now == epoch:
             self._check_set_size(order.size, self._restored_sizes.pop(0))
-        loader.keys.start_at(epoch, done // order.micro_batches % max(1, order.steps))  # a shorter one has begun again
+        loader.keys.start_at(epoch, done // order.micro_batches)
         return loader
 
     def _done_in_current_size(self, order: Order, before: int) -> int:

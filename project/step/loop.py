@@ -46,7 +46,8 @@ class Steps(EpochLoop):
         """Prepares an epoch: restores what was logged before the run was stopped, and chooses which loop takes the steps."""
         self.moments.begin_epoch(self.trainer.current_epoch)
         super().on_run_start(data_fetcher)
-        if self._results.restore_sums(self.trainer.strategy.root_device, self.trainer.strategy.reduce):
+        strategy = self.trainer.strategy
+        if self._results.restore_sums(self.trainer.lightning_module, strategy.root_device, strategy.reduce):
             typed(self.trainer).logged.resume_within_epoch()
         if self.metric_states is not None:
             here = data_ranks(self.trainer)

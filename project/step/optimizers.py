@@ -1,6 +1,6 @@
 """Optimisers: which are fused, which evaluate the loss by themselves, and what is to be done about either."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from lightning.pytorch import Trainer
@@ -50,6 +50,23 @@ def states_in(saved: object, optimizer: Optimizer) -> Iterator[tuple[Tensor, Sta
     for number, parameter in enumerate(parameters):
         if isinstance(states, Mapping) and isinstance(state := states.get(number), dict):
             yield parameter, state
+
+
+def restore_dtypes(
+    optimizer: Optimizer, saved: object, in_same_precision: Callable[[Tensor], bool] = lambda parameter: True
+) -> None:
+    """Restores the dtypes of an optimiser's states after it has loaded `saved`. torch gives all of them the dtype of the
+    parameters, which rounds NAdam's products and ASGD's rates in bf16, and an optimiser's own float32 beside weights in 16
+    bits.
+    """
+    for parameter, values in states_in(saved, optimizer):
+        restored = optimizer.state[parameter]
+        for name, value in values.items():
+            now = restored.get(name)
+            if not isinstance(now, Tensor) or not isinstance(value, Tensor) or now.dtype == value.dtype:
+                continue
+            if value.shape != parameter.shape or in_same_precision(parameter):
+                restored[name] = value.to(now.device)
 
 
 def is_fused(optimizer: Optimizer) -> bool:

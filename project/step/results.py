@@ -35,7 +35,9 @@ class Sum(TypedDict):
     """The arguments of `self.log`."""
     sync: Sync
     ranks: list[tuple[Tensor, Tensor]]
-    """Of each rank the sum, or largest or smallest value, and the number of samples in it."""
+    """Of each rank the sum, or largest or smallest value, and the number of samples in it; none of a torchmetrics object, which
+    counts for itself.
+    """
 
 
 Sums: TypeAlias = dict[str, Sum]
@@ -253,7 +255,9 @@ class Results(_ResultCollection):
 
     def sums(self, ranks: DataRanks) -> Sums:
         """Returns the sums of all ranks, which must call this together."""
-        own: dict[str, tuple[Tensor, Tensor]] = {}
+        own: dict[str, tuple[Tensor, Tensor] | None] = {
+            key: None for key, metric in self.items() if not (metric.is_tensor or metric.has_reset)
+        }
         for key in self._keys_of_epoch():
             samples: Tensor = self[key].metric_state.get("cumulated_batch_size", torch.tensor(0))
             own[key] = self._sum_of_this_rank(key), samples.cpu()
@@ -266,7 +270,7 @@ class Results(_ResultCollection):
                 made[key] = {
                     "meta": {**{name: getattr(meta, name) for name in _META}, "reduce_fx": meta.reduce_fx.__name__},
                     "sync": {"should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
-                    "ranks": [of_rank[key] for of_rank in by_rank],
+                    "ranks": [sum_ for of_rank in by_rank if (sum_ := of_rank[key]) is not None],
                 }
         return made
 
@@ -279,28 +283,31 @@ class Results(_ResultCollection):
         """Keeps a checkpoint's sums for `restore_sums`, at the start of the next epoch."""
         self._sums_to_restore = sums, rank, ranks
 
-    def restore_sums(self, device: torch.device, reduce: Callable[..., object]) -> bool:
-        """Restores the sums of a checkpoint: what was summed up on another number of ranks is rank 0's now. Returns whether
-        there are any to restore.
+    def restore_sums(self, module: LightningModule, device: torch.device, reduce: Callable[..., object]) -> bool:
+        """Restores the sums of a checkpoint: what was summed up on another number of ranks is rank 0's now. A torchmetrics
+        object is logged anew: its result is the epoch's, though no step of it may follow. Returns whether there are any.
         """
         if self._sums_to_restore is None:
             return False
         (sums, rank, ranks), self._sums_to_restore = self._sums_to_restore, None
+        objects = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
         for key, entry in sums.items():
-            value, samples = self._restored_sum(key, sums, rank, ranks)
             meta = dict(entry["meta"])
+            if not entry["ranks"] and meta["metric_attribute"] not in objects:
+                continue  # the module has no such metric any more
             self.pop(key, None)  # of an earlier fit
             fx, name = meta.pop("fx"), meta.pop("name")
             # As when it was logged for the first time, but without that value, which the ranks need not meet for.
             how = {**meta, "batch_size": 1, "sync_dist_fn": reduce, "rank_zero_only": entry["sync"]["rank_zero_only"]}
             self._own_values.add(name)  # nothing is to be told of it here
-            self.log(fx, name, torch.zeros(()), **how)
+            self.log(fx, name, torch.zeros(()) if entry["ranks"] else objects[meta["metric_attribute"]], **how)
             metric: _ResultMetric = self[key]
             metric._forward_cache, metric.meta.sync.should = None, entry["sync"]["should"]
-            metric.value = value
-            if metric.meta.is_mean_reduction:
-                metric.cumulated_batch_size = samples
-            self[key] = metric.to(device)
+            if entry["ranks"]:
+                metric.value, samples = self._restored_sum(key, sums, rank, ranks)
+                if metric.meta.is_mean_reduction:
+                    metric.cumulated_batch_size = samples
+                self[key] = metric.to(device)
             self.hooks_before_resume.add(fx)
             self._not_logged_since.add(key)
         self._values_of_step.clear()

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
@@ -255,6 +256,9 @@ def test_what_changes_by_epoch_is_no_other_set(tmp_path: Path, caplog: pytest.Lo
 
 class OfBfloat16(BoringModel):
     """Its optimiser keeps a product of all steps so far in float32."""
+
+    def on_train_epoch_start(self) -> None:
+        """Called again where the run resumes: all states are copied before, and restored."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.NAdam(self.parameters(), lr=0.1)
@@ -1494,3 +1498,52 @@ def test_a_run_of_so_many_steps_that_resumes_leaves_nothing_out(tmp_path: Path, 
         logged.append(trainer.fit_loop.epoch_loop._batches_that_stepped)
     assert rates == [pytest.approx(1e-4)] * 3
     assert logged == [18] * 3
+
+
+class Together(Regression):
+    """Learns from two loaders at once, of which one may have ended."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return torch.stack([self.loss(part) for part in batch.values() if part is not None]).sum()
+
+
+@pytest.mark.parametrize("mode", ["max_size", "max_size_cycle", "min_size"])
+def test_a_loader_that_had_ended_has_ended_where_the_run_resumes(tmp_path: Path, mode: Any) -> None:
+    """And begins again where it had begun again."""
+
+    def weights(folder: str, steps: int, resume: Path | None = None) -> Any:
+        torch.manual_seed(1)
+        module = Together()
+        loader = CombinedLoader({"long": points(24), "short": points(8)}, mode)
+        fit(tmp_path / folder, module, loader, steps=steps, resume=resume or False, callbacks=[every(1)])
+        return module.state_dict()
+
+    whole = weights("whole", 8)
+    for step in (1, 2, 3, 4, 5, 7):
+        assert same(weights(f"{step}", 8, tmp_path / f"whole/checkpoints/step-00000000{step}.ckpt"), whole), step
+
+
+class Measured(Reduced):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        self.count(batch)
+        return super().training_step(batch, batch_idx)
+
+
+class SeesErrors(Callback):
+    def __init__(self) -> None:
+        self.errors: list[float] = []
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.errors.append(float(trainer.callback_metrics.get("error", 0.0)))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_run_that_resumes_at_the_end_of_an_epoch_has_its_metrics(tmp_path: Path, exact: bool) -> None:
+    """Those of torchmetrics, too, which no step of the epoch logs any more; and the next epoch does not count them again."""
+    settings: Any = {"exact": exact, "global_batch_size": 4}
+    saves = ModelCheckpoint(tmp_path / "kept", save_top_k=-1, every_n_train_steps=6)
+    fit(tmp_path / "whole", Measured(), points(), steps=18, callbacks=[saves, whole := SeesErrors()], **settings)
+    file = tmp_path / "kept/epoch=0-step=6.ckpt"
+    fit(tmp_path / "part", Measured(), points(), steps=18, resume=file, callbacks=[part := SeesErrors()], **settings)
+    assert 0 not in whole.errors[1:]
+    assert part.errors == whole.errors  # the start of the first epoch is called again
