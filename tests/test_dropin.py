@@ -484,6 +484,26 @@ def test_a_metric_that_nobody_logs_is_named_when_it_could_have_come(tmp_path, na
         trainer(tmp_path, max_epochs=2, callbacks=[EarlyStopping(name)]).fit(Monitoring())
 
 
+class OfStages(Monitoring):
+    """Logs its loss by the name of the stage, and so by another one in the sanity check."""
+
+    def validation_step(self, batch, batch_idx):
+        stage = {"validate": "val"}.get(self.trainer.state.stage.value, self.trainer.state.stage.value)
+        self.log(f"{stage}_of_stage", self.step(batch))
+
+
+class NotInSanityCheck(Monitoring):
+    def validation_step(self, batch, batch_idx):
+        if not self.trainer.sanity_checking:
+            self.log("val_of_stage", self.step(batch))
+
+
+@pytest.mark.parametrize("kind", [OfStages, NotInSanityCheck])
+def test_a_metric_that_the_sanity_check_does_not_log_may_be_monitored(tmp_path, kind, caplog):
+    trainer(tmp_path, max_epochs=2, callbacks=[EarlyStopping("val_of_stage")], num_sanity_val_steps=2).fit(kind())
+    assert "no such metric" not in caplog.text
+
+
 class StopsAfter(Callback):
     def __init__(self, epochs=2):
         self.epochs = epochs

@@ -32,7 +32,6 @@ from project.checkpoints.writing import (
     Lost,
     ShardWriters,
     cause,
-    check,
     clean_up,
     remove,
     shard_writers,
@@ -181,7 +180,8 @@ class Checkpoints(Checkpoint):
             self._best_score = self._current_score = None
         if not (self._replaces_ranks and trainer.global_step):
             # Now, and not when the run has been lost: could it resume from what would be saved?
-            check(typed(trainer).resuming.dump_checkpoint(weights_only=False))
+            resuming = typed(trainer).resuming
+            resuming.check_readable(resuming.dump_checkpoint(weights_only=False))
         self._saved_time = time.monotonic()
         self._saved_at = (trainer.global_step, False)
 

@@ -20,7 +20,9 @@ _SCHEDULE = "model.lr_scheduler"
 
 
 class Monitored(Callback):
-    """Checks that monitored metrics are logged: a validation's in the first one or the sanity check, others after an epoch."""
+    """Checks that monitored metrics are logged: a validation's in the first one, others after an epoch. Of what the sanity
+    check does not log it warns: a user's module may log less there, or under other names.
+    """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validated = self._trained = False
@@ -31,10 +33,14 @@ class Monitored(Callback):
         if trainer.sanity_checking and len(trainer.num_sanity_val_batches) > 1:
             return  # of several loaders Lightning keeps nothing then
         self._validated = not trainer.sanity_checking
+        as_in_any = trainer.callback_metrics and not any("sanity" in name for name in trainer.callback_metrics)
         for who, name in _unknown_metrics(trainer):
-            if name.startswith("val"):
+            if name.startswith("val") and trainer.sanity_checking and not type(pl_module).__module__.startswith("project."):
+                if as_in_any and trainer.is_global_zero:
+                    log.warning("%s If no validation logs it, the run ends after the first.", _describe(trainer, who, name))
+            elif name.startswith("val"):
                 _refuse(trainer, who, name)
-            if not trainer.sanity_checking and not self._trained:
+            elif not trainer.sanity_checking and not self._trained:
                 log.info("%s It may yet come from training.", _describe(trainer, who, name))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

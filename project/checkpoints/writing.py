@@ -74,7 +74,8 @@ def check(checkpoint: StateDict) -> None:
     name, problem = next(problems, ("the checkpoint", problem))
     raise UserError(
         f"A run could not resume from this checkpoint: {name} holds what can't be read again ({problem}). HINT: keep plain "
-        "tensors, arrays, numbers, strings, lists and dicts in what is saved (state_dict, get_extra_state, on_save_checkpoint)."
+        "tensors, arrays, numbers, texts, lists and dicts in what is saved (state_dict, get_extra_state, on_save_checkpoint), "
+        "or set weights_only=False for fit: reading a checkpoint can then run code of its file."
     )
 
 

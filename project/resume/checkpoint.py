@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +21,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -29,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from project.checkpoints.callback import checkpoints_of
 from project.checkpoints.exchange import bring_parts, has_all_parts
 from project.checkpoints.reading import SafeCheckpointIO, memory_folder, newest_good, set_aside_later, whole_manifest
-from project.checkpoints.writing import unreadable_items
+from project.checkpoints.writing import check, unreadable_items
 from project.cluster import shared_folder
 from project.errors import FaultError, UserError
 from project.masking import MASK, without_secrets
@@ -91,6 +92,16 @@ class Resuming(_CheckpointConnector):
         steps = self.trainer.fit_loop.epoch_loop
         assert isinstance(steps, Steps)
         return steps
+
+    @property
+    def trusts_checkpoints(self) -> bool:
+        """Returns whether the verb was given `weights_only=False`: checkpoints may hold what only Python's pickle reads."""
+        return self._weights_only is False
+
+    def check_readable(self, checkpoint: StateDict) -> None:
+        """Raises a UserError that names the part of a checkpoint from which a run could not resume."""
+        if not self.trusts_checkpoints:
+            check(checkpoint)
 
     def begin_verb(self, chosen: str | Path | None, weights_only: bool | None) -> None:
         """Begins another fit, or another verb."""
@@ -154,10 +165,15 @@ class Resuming(_CheckpointConnector):
         for part in ("hyper_parameters", "datamodule_hyper_parameters"):
             if part not in checkpoint:
                 continue
-            checkpoint[part] = kept = without_secrets(checkpoint[part], masked)
+            kept = without_secrets(checkpoint[part], masked)
+            if isinstance(kept, dict) and not self.trusts_checkpoints:  # a choice by name: its value makes it again
+                choices = {name: value for name, value in kept.items() if isinstance(value, Enum)}
+                plain = {name: value.value for name, value in choices.items() if isinstance(value, (str, int))}
+                kept = {**kept, **plain} if plain else kept
+            checkpoint[part] = kept
             if not isinstance(kept, dict):
                 continue
-            if is_first:
+            if is_first and not self.trusts_checkpoints:
                 unreadable |= {(part, name): f"(not saved: {kind})" for name, kind in unreadable_items(kept).items()}
             if texts := {name: text for (of, name), text in unreadable.items() if of == part and name in kept}:
                 checkpoint[part] = {**kept, **texts}
@@ -278,6 +294,12 @@ class Resuming(_CheckpointConnector):
         if metrics := saved.get("callback_metrics"):  # sorted in the file: a rank may have logged them in another order
             saved["callback_metrics"] = {name: metrics[name] for name in [*in_order, *metrics] if name in metrics}
         if self.trainer.state.fn == "fit" and "position" in saved:
+            if "current_model_state" in saved and not callbacks_of(self.trainer, WeightAveraging):
+                saved["state_dict"] = saved["current_model_state"]
+                log.warning(
+                    "The checkpoint has averaged weights, of a callback that trainer.callbacks no longer has: training "
+                    "continues with the weights that were trained."
+                )
             at = self._restore_position(saved)
             if self.trainer.is_global_zero and self.chosen and chosen == str(self.chosen):  # and not a search's own
                 if not (self._takes_newest or typed(self.trainer).configuration):  # the command line has done that

@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
 from project.checkpoints.callback import checkpoints_of
-from project.checkpoints.writing import check
 from project.data.generators import Generators
 from project.data.values import GENERATORS
 from project.errors import listed
@@ -112,10 +111,10 @@ class Rehearsal(Callback):
         if trainer.is_last_batch:  # of an epoch of one step
             self._compare_micro_batches(trainer)
         if self._before and (trainer.global_step >= self._first_step + _STEPS or trainer.is_last_batch):
-            checkpoint = typed(trainer).resuming.dump_checkpoint(weights_only=False)
-            check(
-                split(checkpoint).marked
-            )  # what the first steps have brought into it: counts, what was logged, states of callbacks
+            resuming = typed(trainer).resuming
+            checkpoint = resuming.dump_checkpoint(weights_only=False)
+            # What the first steps have brought into it: counts, what was logged, states of callbacks.
+            resuming.check_readable(split(checkpoint).marked)
             drawn = self._drawn
             unsaved = unsaved_attributes(trainer, self._before, drawn, checkpoint)
             self._before, self._generators = {}, None

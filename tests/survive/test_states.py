@@ -5,6 +5,7 @@ import logging
 import re
 from collections import deque
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,36 @@ def test_averages_of_float64_weights_do_not_round_them(tmp_path: Path) -> None:
         fit(tmp_path, BoringModel(), None, steps=6, enable_checkpointing=False, **settings)
     assert len(without.seen) == 6
     assert all(map(torch.equal, without.seen, averaged.seen))
+
+
+def test_without_its_averages_a_run_continues_with_the_weights_that_it_trained(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends = []
+    for name, callback in (("without", Weights()), ("with", EMAWeightAveraging())):
+        torch.manual_seed(0)
+        module = BoringModel()
+        fit(tmp_path / name, module, None, steps=4, callbacks=[callback])
+        fit(tmp_path / name, module := BoringModel(), None, steps=6, resume=True)
+        ends.append(module.layer.weight)
+    assert torch.equal(*ends)
+    assert caplog.text.count("The checkpoint has averaged weights, of a callback that trainer.callbacks no longer has") == 1
+
+
+class Keeps(BoringModel):
+    """Saves what only Python's pickle reads."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["parts"] = deque([1])
+
+
+def test_who_trusts_a_checkpoint_may_keep_anything_in_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="or set weights_only=False for fit"):
+        fit(tmp_path / "safe", Keeps(), None)
+    for steps in (4, 8):
+        trainer = Trainer(default_root_dir=tmp_path, max_steps=steps, accelerator="cpu", logger=False)
+        trainer.fit(Keeps(), ckpt_path="last" if steps > 4 else None, weights_only=False)
+        assert trainer.global_step == steps
 
 
 def test_a_set_that_has_grown_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -1382,10 +1413,14 @@ def test_a_librarys_own_tensors_that_are_logged_and_counted_are_in_no_checkpoint
         assert ("val_own" in names) == (steps > 6)
 
 
+class Kinds(str, Enum):
+    SMALL = "small"
+
+
 class KeepsArguments(Regression):
     """A library's module, which keeps a class among its arguments, as darts' modules do, and one of its own objects."""
 
-    def __init__(self, parts: Any, kind: Any = torch.optim.Adam, width: int = 3) -> None:
+    def __init__(self, parts: Any, kind: Any = torch.optim.Adam, width: int = 3, size: Kinds = Kinds.SMALL) -> None:
         super().__init__()
         self.save_hyperparameters()
 
@@ -1401,8 +1436,10 @@ def test_arguments_that_no_checkpoint_can_hold_have_texts_in_their_place(
         "parts": "(not saved: collections.deque)",
         "kind": "(not saved: torch.optim.adam.Adam)",
         "width": 3,
+        "size": "small",
     }
     assert module.hparams["kind"] is torch.optim.Adam
+    assert module.hparams["size"] is Kinds.SMALL
     assert caplog.text.count("(not saved: ...) in place of what save_hyperparameters keeps as kind, parts. HINT:") == 2
 
 
