@@ -7,7 +7,7 @@ the same on all ranks; where it is not, it depends on their number, and is refus
 
 import math
 from collections.abc import Sequence
-from copy import copy, deepcopy
+from copy import deepcopy
 from fractions import Fraction
 from operator import mul
 from sys import intern
@@ -37,6 +37,8 @@ class ExactResults(Results):
     def __init__(self, trainer: Trainer, training: bool) -> None:
         super().__init__(trainer, training)
         self._tells = False
+        # The ranks meet at the end of a step or of an epoch, whatever was asked for; Lightning adds up what all of them have.
+        self._how = {"sync_dist": True, "sync_dist_fn": None}
         self._world_size: int = trainer.world_size
         self._sums: dict[str, ExactScalar] = {}
         self._sums_before: dict[str, ExactScalar] = {}  # this step
@@ -88,10 +90,8 @@ class ExactResults(Results):
             if metric.has_reset or key not in self._sums:
                 self._sums[key] = ExactScalar()
             self._sums[key].add(value.double() * batch_size if meta.is_mean_reduction else value)
-        shared, meta.sync.should = meta.sync.should, False  # the ranks meet at the end of a step or of the epoch
         # What is logged once a step counts once: the last micro-batch of a rank may have other samples.
         _ResultCollection.update_metrics(self, key, value, batch_size if is_term else 1)
-        meta.sync.should = shared
         if self.training and is_term and meta.on_step:
             of_batch = value if metric.is_tensor else metric._forward_cache
             if isinstance(of_batch, Tensor) and of_batch.numel() == 1:
@@ -153,19 +153,16 @@ class ExactResults(Results):
 
     def _gather(self, own: dict[str, _T]) -> list[dict[str, _T]]:
         """Returns what all ranks have logged, by rank. What only others have logged gets an entry, with nothing of this one."""
-        metas = {}
-        for key in own:
-            if self[key].is_tensor:  # else a metric of the module's, which `ExactMetrics` knows
-                metas[key] = meta = copy(self[key].meta)
-                meta.sync = copy(meta.sync)
-                meta.sync.fn, meta.sync.should = None, False  # the strategy's; the ranks meet here
+        # Of a metric of the module's `ExactMetrics` knows.
+        metas = {key: self[key].meta for key in own if self[key].is_tensor}
         both = all_gather_objects((own, metas), self._world_size)
         device = next((metric.device for metric in self.values()), torch.device("cpu"))
         for key, meta in {key: meta for _, metas in both for key, meta in metas.items()}.items():
             if key not in self or self[key].has_reset:
                 metric = self.setdefault(key, _ResultMetric(meta, True).to(device))
                 metric.reset()
-                metric.has_reset, metric._update_count = False, 1
+                metric.update(metric.value, 0)  # what changes nothing
+                metric._forward_cache, metric.has_reset = None, False
                 self._not_logged_since.add(key)  # this rank may log it yet
                 if _is_sum_of_epoch(metric):
                     self._sums[key] = ExactScalar()
@@ -190,16 +187,6 @@ class ExactResults(Results):
                     "torchmetrics.Metric."
                 )
 
-    @staticmethod
-    def _get_cache(result_metric: _ResultMetric, on_step: bool) -> Tensor | None:
-        """Returns the value as it is: the ranks have met already, and Lightning would add up what all of them have."""
-        meta = result_metric.meta
-        if not on_step and meta.on_epoch and result_metric.is_tensor and result_metric._computed is None:
-            shared, meta.sync.should = meta.sync.should, False
-            result_metric.compute()
-            meta.sync.should = shared
-        return _ResultCollection._get_cache(result_metric, on_step)
-
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
         self._reduced -= {key for key in self._reduced if fx is None or self[key].meta.fx == fx}
         super().reset(metrics, fx)
@@ -208,7 +195,6 @@ class ExactResults(Results):
         """Returns the sums in the form of one rank's: a checkpoint does not show how many there were."""
         made = super().sums(ranks)
         for key, entry in made.items():
-            entry["sync"]["should"] = False  # on one rank Lightning never asks for it
             entry["meta"] = {name: intern(value) if isinstance(value, str) else value for name, value in entry["meta"].items()}
             if key in self._sums and _is_reduced_over_epoch(self[key]):
                 parts = [part for value, _ in entry["ranks"] for part in value.tolist()]

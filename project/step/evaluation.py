@@ -6,6 +6,8 @@ from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from project.step.loaders import Loaders
+from project.step.metric_states import metrics_of
+from project.step.state import step_state
 
 
 def loaders_of(trainer: Trainer) -> Loaders:
@@ -19,7 +21,9 @@ class Evaluation(_EvaluationLoop):
     """A validation or a test."""
 
     def setup_data(self) -> None:
-        """Sets up the loaders with the user's limit set aside: they are cut already."""
+        """Sets up the loaders with the user's limit set aside: they are cut already. Notes what training has counted."""
+        counts = {name: metric.update_count for name, metric in metrics_of(self.trainer.lightning_module)}
+        step_state(self.trainer).updates_before_validation = counts
         with loaders_of(self.trainer).limits_of_loop("test" if self.trainer.testing else "val"):
             super().setup_data()
 

@@ -15,6 +15,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
 from project.step.data_ranks import data_ranks
+from project.step.state import step_state
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +37,14 @@ States: TypeAlias = dict[str, list[RankStates]]
 
 def gather_metric_states(trainer: Trainer) -> States:
     """Returns the states of all ranks, which must call this together. A validation begins anew, and so what it has counted is
-    left out.
+    left out: metrics that it has updated, unless training has logged them.
     """
+    before = step_state(trainer).updates_before_validation
     logged = [result.value for result in trainer.fit_loop.epoch_loop._results.values()]
     own: dict[str, RankStates] = {}
     for name, metric in metrics_of(trainer.lightning_module):
-        if metric.update_called and (not trainer.validating or any(metric is value for value in logged)):
+        is_of_training = metric.update_count == before.get(name) or any(metric is value for value in logged)
+        if metric.update_called and (is_of_training or not trainer.validating):
             held = {key: _on_host(value) for key, value in metric.metric_state.items()}
             own[name] = {"state": held, "updates": metric.update_count}
     by_rank = data_ranks(trainer).all_gather_objects(own)

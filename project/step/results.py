@@ -94,6 +94,7 @@ class Results(_ResultCollection):
     def __init__(self, trainer: Trainer, training: bool) -> None:
         super().__init__(training)
         self._state, self._tells = step_state(trainer), trainer.is_global_zero and trainer.world_size > 1
+        self._how: dict[str, object] = {}  # arguments of `self.log` that take the place of the user's
         self._own_values: set[str] = set()  # the names of which it was told that they are rank 0's
         self._sums_to_restore: tuple[Sums, int, int] | None = None
         self.hooks_before_resume: set[str] = set()
@@ -119,6 +120,7 @@ class Results(_ResultCollection):
         strategy = getattr(how.get("sync_dist_fn"), "__self__", None)
         if isinstance(strategy, DDPStrategy):
             how["sync_dist_fn"] = _Reduction(strategy)
+        how |= self._how
         if (key := f"{fx}.{name}") in self._not_logged_since:
             # Lightning refuses a name that is logged in two ways. On one rank it shares with nobody, whatever was asked for.
             self._not_logged_since.discard(key)

@@ -87,6 +87,7 @@ class Events(TakesMeasurements, TensorBoardLogger):
         self._hidden_from: int | None = None  # what is there from this step on is shown no more
         self._failing = self._logged = False
         self._latest: deque[tuple[int, str, float]] = deque(maxlen=_LATEST)
+        self._last: dict[str, tuple[int, float]] = {}
         self._again = LoggedAgain()
         hook = threading.excepthook
         if not (isinstance(hook, partial) and hook.func is _thread_failed):
@@ -130,6 +131,7 @@ class Events(TakesMeasurements, TensorBoardLogger):
         _put_before_now(Path(self.log_dir))
         self._hidden_from = step
         self._latest.clear()
+        self._last.clear()
         for number, tag, value in logged:
             self.log_metrics({tag: value}, number)
         if starts_again:
@@ -153,6 +155,9 @@ class Events(TakesMeasurements, TensorBoardLogger):
             names = [name for name in metrics if name not in several and not self._again.has(step, name)]
             single = {name: float(metrics[name]) for name in names}
             if step is not None:
+                # Lightning's LearningRateMonitor logs a step's rates once for each micro-batch of a rank.
+                single = {name: value for name, value in single.items() if self._last.get(name) != (step, value)}
+                self._last |= {name: (step, value) for name, value in single.items()}
                 self._latest.extend((step, name, value) for name, value in single.items())
             summary = Summary(value=[Summary.Value(tag=board_tag(name), simple_value=value) for name, value in single.items()])
             self._writer().file_writer.add_summary(summary, step)

@@ -1584,3 +1584,43 @@ def test_a_run_that_resumes_at_the_end_of_an_epoch_has_its_metrics(tmp_path: Pat
     fit(tmp_path / "part", Measured(), points(), steps=18, resume=file, callbacks=[part := SeesErrors()], **settings)
     assert 0 not in whole.errors[1:]
     assert part.errors == whole.errors  # the start of the first epoch is called again
+
+
+class Computed(Reduced):
+    """Computes a metric of its training steps by itself, at the end of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_training, self.of_validation = MeanMetric(), MeanMetric()
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        self.of_training.update(batch["sum"].float())
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.of_validation.update(batch["sum"].float())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("validated", self.of_validation.compute())
+        self.of_validation.reset()
+
+    def on_train_epoch_end(self) -> None:
+        self.log("trained", self.of_training.compute())
+        self.of_training.reset()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_training_has_counted_is_in_a_checkpoint_of_a_validation(tmp_path: Path, exact: bool) -> None:
+    """Lightning's ModelCheckpoint saves there, and the validation is repeated."""
+
+    def ends(folder: str, resume: Path | None = None) -> list[float]:
+        saves = ModelCheckpoint(tmp_path / folder / "kept", save_top_k=-1, monitor="validated", every_n_epochs=1)
+        data = {"train_dataloaders": points(), "val_dataloaders": DataLoader(Points(4), batch_size=4)}
+        settings: Any = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "val_check_interval": 0.5, "exact": exact}
+        trainer = Trainer(default_root_dir=tmp_path / folder, callbacks=[saves], global_batch_size=4, **settings)
+        trainer.fit(Computed(), **data, ckpt_path=resume)
+        return [float(trainer.callback_metrics[name]) for name in ("trained", "validated")]
+
+    whole = ends("whole")
+    for file in (tmp_path / "whole/kept").glob("*.ckpt"):
+        assert ends(file.stem, resume=file) == whole

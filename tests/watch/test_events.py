@@ -44,6 +44,21 @@ def test_a_run_that_goes_on_has_each_point_once(tmp_path):
     assert curves == [[(3, 1.0), (4, 0.5)], [(3, 0.25), (3, 0.5)], [(3, 0.5)]]
 
 
+def test_what_each_micro_batch_logs_of_its_step_is_one_point(tmp_path):
+    """As LearningRateMonitor does: a curve does not tell how many micro-batches a rank had."""
+    events = Events(str(tmp_path))
+    for step, value in ((0, 0.5), (0, 0.5), (0, 0.25), (1, 0.25), (1, 0.25)):
+        events.log_metrics({"lr-SGD": value}, step=step)
+    saved = events.logged_since(1)
+    events.finalize("success")
+    resumed = Events(str(tmp_path))
+    resumed.resume_at(1, saved)
+    for _ in range(3):
+        resumed.log_metrics({"lr-SGD": 0.25}, step=1)
+    resumed.finalize("success")
+    assert shown(tmp_path, "lr-SGD") == [[(0, 0.5), (0, 0.25), (1, 0.25)]]
+
+
 def test_a_clock_that_was_set_back_shows_no_point_twice(tmp_path):
     """Two starts lie an hour in the future, then the clock is right again."""
     for start in (0, 1):
