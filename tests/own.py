@@ -102,6 +102,18 @@ class Regression(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)}
 
 
+class Shaken(Regression):
+    """Draws at the start of an epoch what its steps are scaled by."""
+
+    scale = 1.0
+
+    def on_train_epoch_start(self) -> None:
+        self.scale = 1 + 0.1 * float(torch.rand(()))
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.scale
+
+
 class Logs(Regression):
     """Logs sums and extremes of its steps, and what it knows once a step."""
 

@@ -17,6 +17,7 @@ from zlib import crc32
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from project.data.dealing import (
@@ -133,6 +134,10 @@ class Moments:
     @contextmanager
     def _seed_hook(self, profile: Profile, action: str, hook: str) -> Iterator[object]:
         """Seeds the generators for a hook, and notes their states when it ends."""
+        module = self._trainer.lightning_module
+        if isinstance(module, FSDPModule):  # of a class that torch has made where several ranks share the network
+            kind = type(module).__name__
+            action = action.replace(f"]{kind}.", f"]{kind.removeprefix('FSDP')}.", 1)
         self._check_draws(action)
         # Within another moment, as when a checkpoint is saved in the middle of a step, that one goes on as if nothing were.
         with chance_kept() if self._depth else nullcontext():
