@@ -58,13 +58,10 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     add("--gpus", type=_from(0, float), metavar="N", help="GPUs for each worker (1 if the cluster has any)")
     add("--max-failures", type=_from(-1), default=3, metavar="N", help="restarts after failures; -1: any number (3)")
     add("--address", default=os.environ.get("RAY_ADDRESS"), metavar="HOST:PORT", help="of a Ray cluster, or auto (RAY_ADDRESS)")
-    add("--storage", help=argparse.SUPPRESS)  # of command lines from when Ray kept notes
     add("--placement", choices=places, default="PACK", help="how Ray places the workers (PACK)")
     add("--grace", type=_from(0, float), default=grace, metavar="SECONDS", help="from a signal to SIGKILL (300)")
     add("--tune", metavar="SPACE.yaml", help="a search: docs/ray.md")
     options, rest = parser.parse_known_args(words)
-    if options.storage is not None:
-        print("WARNING --storage has no effect: Ray keeps no notes of a run.", file=sys.stderr)
     if options.tune and option(rest, "--sweep") is not None:
         parser.error("--tune trains all trials of a sweep, and --sweep one: give one of them")
     if options.tune and options.min_workers:
