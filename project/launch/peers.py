@@ -9,13 +9,11 @@ roll: a host that was cut off keeps its connection, and answers nothing.
 import base64
 import os
 import resource
-import select
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import suppress
-from math import inf
-from typing import TypeAlias
+from multiprocessing.connection import wait
 
 from project.cluster.signed import Message, Opener, sealer
 from project.cluster.slurm import slurm_node
@@ -25,8 +23,6 @@ _LONGEST = 1 << 14  # bytes of a message
 _STRANGERS = 8  # connections that have not yet sent a signed message
 _PATIENCE = 10.0  # seconds to connect or to send
 _KEEP_ALIVE = 60  # seconds of silence after which the kernel asks whether the other end is there
-
-Input: TypeAlias = "int | socket.socket | Peer"
 
 
 class Peer:
@@ -38,9 +34,6 @@ class Peer:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE)
         self.connection, self.rank = connection, -1
         self._seal, self._opener, self._unread = sealer(secret), opener, b""
-
-    def fileno(self) -> int:
-        return self.connection.fileno()
 
     def send(self, **message: object) -> None:
         """Sends a message; one to a supervisor that has ended is dropped."""
@@ -105,7 +98,7 @@ class Peers:
         missing, reports, until = {*self.joined}, [], time.monotonic() + seconds
         self.send(roll=attempt)
         while missing & {peer.rank for peer in self.connected} and (left := until - time.monotonic()) > 0:
-            for message in self.messages(readable(self.inputs(), left)):
+            for message in self.messages(wait(self.inputs(), left)):
                 if message.get("roll") == attempt:
                     missing.discard(message["rank"])
                 elif message.get("attempt") == attempt and message.get("where"):
@@ -126,9 +119,9 @@ class Peers:
         if self._listener is not None:
             self._expected = len(self.joined)
 
-    def inputs(self) -> list[Input]:
+    def inputs(self) -> list[socket.socket]:
         """Returns what to wait for."""
-        return [*([self._listener] if self._listener and self._secret else []), *self.connected]
+        return [*([self._listener] if self._listener and self._secret else []), *(peer.connection for peer in self.connected)]
 
     def connect(self, address: str, port: int, secret: str, others: int, rank: int, host: str) -> None:
         """Connects to the first supervisor, as that of a rank on a host, or lets the `others` connect to this one. Does nothing
@@ -146,7 +139,7 @@ class Peers:
             self.connected[0].rank = 0
             self.connected[0].send(rank=rank, host=host, needed=os.environ.get(STORE) == HERE, node=slurm_node())
 
-    def messages(self, ready: list[Input]) -> Iterator[Message]:
+    def messages(self, ready: Container[object]) -> Iterator[Message]:
         """Yields what has arrived, {"gone": rank} for each supervisor that is gone before it said that it is done."""
         if self._listener in ready and self._listener is not None:
             with suppress(OSError):
@@ -155,7 +148,7 @@ class Peers:
                     self.connected.append(Peer(connection, self._secret, self._opener))
                 else:
                     connection.close()
-        for peer in [peer for peer in self.connected if peer in ready]:
+        for peer in [peer for peer in self.connected if peer.connection in ready]:
             messages = peer.receive()
             for message in messages or ():
                 if "host" in message:
@@ -173,12 +166,3 @@ class Peers:
         for peer in self.connected:
             if peer.rank >= 0:
                 peer.send(**message)
-
-
-def readable(inputs: list[Input], seconds: float) -> list[Input]:
-    """Waits until one of the inputs can be read, or so long, and returns those that can."""
-    numbers = {each if isinstance(each, int) else each.fileno(): each for each in inputs}
-    poll = select.poll()  # `select.select` knows 1,024 of them
-    for number in numbers:
-        poll.register(number, select.POLLIN)
-    return [numbers[number] for number, _ in poll.poll(None if seconds == inf else 1000 * max(0.0, seconds))]

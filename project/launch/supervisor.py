@@ -15,10 +15,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from datetime import datetime
 from math import inf
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import cast
 
@@ -31,7 +32,7 @@ from project.launch.losses import STRIKES, Losses, Strikes
 from project.launch.membership import Membership
 from project.launch.memory_folder import make_folder_in_memory
 from project.launch.orphans import LAUNCHER
-from project.launch.peers import Input, Peers, readable
+from project.launch.peers import Peers
 from project.survive.life import add_stop, add_to_log, start_report
 from project.survive.requeue import REQUEUE
 from project.survive.signals import ENDING
@@ -179,19 +180,19 @@ class Supervisor:
         """Gives the fork server an order, and returns its answer; {} where it has ended."""
         with suppress(OSError):
             self._server.send(json.dumps(order).encode())
-        while not readable([self._server], _LOOK):  # what the user's code has forked there may hold the other end
+        while not wait([self._server], _LOOK):  # what the user's code has forked there may hold the other end
             if self._children.server.poll() is not None:
                 return {}
         return receive(self._server)
 
-    def _select(self, seconds: float) -> list[Input]:
+    def _select(self, seconds: float) -> Container[object]:
         """Waits for a message, a signal or a child's end, or so long; returns what is ready to be read."""
-        ready = readable([self._facts, self._wake, *self._peers.inputs()], seconds)
+        ready = wait([self._facts, self._wake, *self._peers.inputs()], None if seconds == inf else seconds)
         if self._wake in ready:
             os.read(self._wake, 1 << 12)
         return ready
 
-    def _answer(self, ready: list[Input]) -> bool | None:
+    def _answer(self, ready: Container[object]) -> bool | None:
         """Handles messages. Returns whether the ranks are to be started again, where one of them decides that."""
         self._read_facts()
         received = [*self._peers.messages(ready)]
@@ -222,7 +223,7 @@ class Supervisor:
 
     def _read_facts(self) -> None:
         """Handles what the ranks of this start have sent."""
-        while readable([self._facts], 0.0) and (facts := receive(self._facts)):
+        while wait([self._facts], 0.0) and (facts := receive(self._facts)):
             if facts.get("attempt") != self._attempt:
                 continue
             if not self._children.spares and facts.keys().isdisjoint(("reported", "step")) and self._requested is None:
