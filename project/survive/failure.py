@@ -174,11 +174,6 @@ def cause_of(error: BaseException) -> Cause:
     return Cause(text if isinstance(error, (UserError, NonFiniteError)) else title(error))
 
 
-def one_line(error: BaseException) -> str:
-    """Returns the error in one line, for the other ranks."""
-    return title(error) if kind(error) == "crash" else message(error).strip().partition("\n")[0]
-
-
 def resumption(folder: Path | None, changed: bool = False) -> str:
     """Returns whether there is a checkpoint in a run's folder to resume from, in a sentence. `changed`: not as it was."""
     newest = checkpoints_in(folder / "checkpoints")[-1:] if folder else []

@@ -244,7 +244,7 @@ class Watchdog(Callback):
             LOST_RANKS.unexplained = lost
             kind, what = ("died", "has lost another rank") if lost else ("fails", "has failed")
             cause = failure.cause_of(exception)
-            text = f"rank {self._rank} on {host()} {what}: {failure.one_line(exception)}"
+            text = f"rank {self._rank} on {host()} {what}: {cause.text}"
             self._send_to_all(
                 kind, rank=self._rank, text=text, where=cause.where, traceback=cause.traceback[-_LONGEST_TRACEBACK:]
             )
