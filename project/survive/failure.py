@@ -280,36 +280,28 @@ class LostRanks:
     """
 
     def __init__(self) -> None:
-        self.deaths: dict[int, str] = {}
+        self.deaths: dict[int, Cause] = {}
+        """Of ranks that were killed, as their wardens report."""
         self.failures: dict[int, Cause] = {}
+        """Of ranks that an error ends, as they report themselves."""
         self.unexplained = False
         """Whether a rank is lost and nothing reports how: its warden, and so its host, is lost too."""
         self.since: float | None = None
         """When the first report came; None: no rank is lost."""
         self._received = threading.Event()
 
-    def note_death(self, rank: int, text: str) -> None:
-        """Records the death of a rank that was killed: its warden reports it."""
-        self.deaths.setdefault(rank, text)
-        self._mark()
-
-    def note_failure(self, rank: int, cause: Cause) -> None:
-        """Records the failure of a rank that an error ends: it reports that itself."""
-        self.failures.setdefault(rank, cause)
-        self._mark()
+    def note(self, rank: int, cause: Cause, has_failed: bool) -> None:
+        """Records how a rank was lost, and ends `wait`. `has_failed`: by an error, and not killed."""
+        (self.failures if has_failed else self.deaths).setdefault(rank, cause)
+        self.since = self.since or time.monotonic()
+        self._received.set()
 
     @property
     def cause(self) -> Cause | None:
         """Returns why ranks are lost, where anything has reported that: a failure explains the deaths that follow it."""
-        causes = list(self.failures.values()) or [Cause(text) for text in self.deaths.values()]
-        if not causes:
+        if not (causes := [*(self.failures or self.deaths).values()]):
             return None
         return Cause(" ".join(cause.text for cause in causes), causes[0].where, causes[0].traceback)
-
-    def _mark(self) -> None:
-        """Records the time of the first report, and ends `wait`."""
-        self.since = self.since or time.monotonic()
-        self._received.set()
 
     @property
     def exit_code(self) -> int:
@@ -348,19 +340,20 @@ def _report_lost_rank(
     for number, child in enumerate(children, rank + 1):
         code = child.poll() or 0
         if code < 0 and -code not in EXIT_CODES:
-            LOST_RANKS.note_death(number, f"rank {number} on {host} was killed by signal {-code}{_OOM_KILLS}.")
+            cause = Cause(f"rank {number} on {host} was killed by signal {-code}{_OOM_KILLS}.")
+            LOST_RANKS.note(number, cause, has_failed=False)
     if not LOST_RANKS.deaths:
         failed = LOST_RANKS.cause  # which that rank reports itself
         text = f"{failed.text.partition(': ')[0]}: see its error." if failed else message(error).splitlines()[0]
         log.warning("lost another rank: %s", text, extra={WHOLE: f"lost another rank: {failed.whole}"} if failed else None)
     elif (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0":
-        log.error("lost another rank: %s %s", " ".join(LOST_RANKS.deaths.values()), advice(folder))
+        log.error("lost another rank: %s %s", " ".join(death.text for death in LOST_RANKS.deaths.values()), advice(folder))
     return bool(LOST_RANKS.deaths)
 
 
 def advice(folder: Path | None) -> str:
     """Returns what to do after a rank was killed, and whether there is a checkpoint to resume from."""
-    if any(OOM_KILL in text for text in LOST_RANKS.deaths.values()):  # the kernel would do so again
+    if any(OOM_KILL in death.text for death in LOST_RANKS.deaths.values()):  # the kernel would do so again
         return f"{TO_LOWER} {resumption(folder, changed=True)}"
     return resumption(folder)
 

@@ -342,12 +342,10 @@ class Watchdog(Callback):
                     channel.send_padded(0, "filled", message["size"], rank=self._rank)
                 case "filled":
                     self._reached.add(message["rank"])
-                case "died":
+                case "died" | "fails" as kind:
                     early_start.take_launched(self._trainer.strategy.launcher)
-                    LOST_RANKS.note_death(message["rank"], message["text"])
-                case "fails":
-                    early_start.take_launched(self._trainer.strategy.launcher)
-                    LOST_RANKS.note_failure(message["rank"], Cause(message["text"], message["where"], message["traceback"]))
+                    cause = Cause(message["text"], message.get("where", ""), message.get("traceback", ""))
+                    LOST_RANKS.note(message["rank"], cause, has_failed=kind == "fails")
                 case "hang":
                     self._verdict = verdict.verdict_from_dict(message["verdict"])
                     return
