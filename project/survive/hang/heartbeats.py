@@ -87,6 +87,11 @@ class Heartbeat:
         return self.idle > self.allowed
 
     @property
+    def collectives(self) -> str:
+        """Returns the oldest collective of each group that the rank has begun and not finished, by name, or ''."""
+        return ", ".join(flight.name for flight in self.flights.values() if flight.name)
+
+    @property
     def is_stuck(self) -> bool:
         """Returns whether the rank is overdue, whatever it does."""
         return self.idle > self.allowed_own_work

@@ -1,4 +1,4 @@
-"""Locates a process: the stacks of its threads and of its loader processes, and the collectives that it waits in.
+"""Locates a process: the stacks of its threads and of its loader processes.
 
 Nothing here reads source files or asks the device: it must work in a process in which nothing else does.
 """
@@ -12,7 +12,6 @@ import sys
 import sysconfig
 import tempfile
 import threading
-import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +21,6 @@ from typing import IO
 from lightning.pytorch.trainer import trainer
 
 from project.cluster.processes import DUMP, read_dump
-from project.step.flight_recorder import Collective
 from project.tracebacks import library_of
 
 _PACKAGES = sysconfig.get_paths()["purelib"]
@@ -113,13 +111,3 @@ def in_checkpoint(frames: list[FrameType]) -> bool:
 def in_collective(frames: list[FrameType]) -> bool:
     inside = os.path.join("torch", "distributed", "")
     return any(inside in frame.f_code.co_filename and "/nn/" not in frame.f_code.co_filename for frame in frames)
-
-
-def pending_collectives(entries: list[Collective]) -> str:
-    """Returns the collectives that have begun and not ended, in a sentence, or ''."""
-    open_ones = [entry for entry in entries if not entry.get("retired") and entry.get("state") != "completed"]
-    return ", ".join(
-        f"{entry.get('profiling_name')} number {entry.get('collective_seq_id')} of {entry.get('input_sizes')}"
-        f" (since {time.strftime('%H:%M:%S', time.localtime(entry.get('time_created_ns', 0) / 1e9))})"
-        for entry in open_ones[-3:]
-    )

@@ -39,7 +39,6 @@ class RankAtFault:
     """Describes a rank that the others wait for, or one that reports its own state.
 
     `silent_for`: seconds without a message from it; None: it reports for itself. `place`: the call that its main thread is in.
-    `collectives`: those that it has begun and not finished.
     """
 
     rank: int
@@ -47,11 +46,10 @@ class RankAtFault:
     beat: Heartbeat
     silent_for: float | None = None
     place: str = ""
-    collectives: str = ""
     stacks: str = ""
 
     def with_stacks(self, dump: str) -> "RankAtFault":
-        """Returns a copy with the stacks and unfinished collectives of this process, which only the rank itself can read.
+        """Returns a copy with the stacks of this process, which only the rank itself can read.
 
         `dump`: the file into which loader processes write their stacks.
         """
@@ -60,7 +58,6 @@ class RankAtFault:
         return replace(
             self,
             place=stacks.innermost_loader_call(loaders) or stacks.innermost_call(stacks.main_frames()),
-            collectives=stacks.pending_collectives(flights.read_recorder()),
             stacks=text[:_LONGEST],
         )
 
@@ -72,7 +69,7 @@ class RankAtFault:
             return f"rank {self.rank} on {self.host} {state}" + (f". Last heard of in: {what}" if beat.phase else "")
         text = f"rank {self.rank} on {self.host} has made no progress since {since} ({beat.idle:.0f} s), in: {what}"
         text += f", in {self.place}" if self.place else ""
-        return text + (f". Its collectives under way: {self.collectives}" if self.collectives else "")
+        return text + (f". Its collectives under way: {beat.collectives}" if beat.collectives else "")
 
 
 def rank_at_fault_from_dict(content: Message) -> RankAtFault:
@@ -136,7 +133,8 @@ class Verdict:
             return "see the network between them (NCCL_DEBUG=INFO, and python -m project doctor), and their GPUs."
         if first.beat.phase == "start-up" and first.beat.collective:
             return "other ranks did not come: see whether they were started, and whether they can reach MASTER_ADDR."
-        is_after_steps = re.match("validation|end of the", first.beat.phase) and (first.collectives or first.beat.collective)
+        waits = first.beat.collective or first.beat.collectives
+        is_after_steps = waits and re.match("validation|end of the", first.beat.phase)
         if is_after_steps and re.search("in: (forward|backward)", self.waiting):  # which have not come to that collective
             return (
                 "some ranks have left the epoch's steps and others have not. A rank's own loss must not decide it alone "

@@ -142,7 +142,8 @@ def test_the_nccl_whose_recorder_tells_who_hangs_is_taken_unless_another_is_in_u
 def test_ranks_that_have_parted_are_told_so(monkeypatch):
     """A rank of which the loss alone has ended the epoch validates, and the others compute."""
     at = replace(beat(monkeypatch, 0, []), phase="validation, data")
-    validates = RankAtFault(0, "h1", at, collectives="gloo:all_reduce number 7")
+    reduces = replace(at, flights={flights.ALL: Flight(7, Flight.STARTED, "gloo:all_reduce number 7")})
+    validates = RankAtFault(0, "h1", reduces)
     assert "trainer.should_stop" in Verdict([validates], waiting="rank 1 on h2 in: forward").hint
-    for at_fault, where in (validates, "validation"), (replace(validates, collectives=""), "forward"):
+    for at_fault, where in (validates, "validation"), (RankAtFault(0, "h1", at), "forward"):
         assert "what the dataset reads" in Verdict([at_fault], waiting=f"rank 1 on h2 in: {where}").hint
