@@ -54,13 +54,12 @@ from project.survive.hang.watchdog import Watchdog
 from project.survive.recovery import Recovery
 from project.tracebacks import Folded
 from project.trainer import Trainer
-from project.typed import Configuration, callbacks_of
+from project.typed import Configuration
 from project.untrusted import write_text
 from project.watch import loggers
 from project.watch.console import RankLogs, log_to
 from project.watch.dashboard import Dashboard
 from project.watch.events import Events
-from project.watch.history import FILE as LIFE
 from project.watch.life import Life, commit_of_run
 from project.watch.notify import Notify
 from project.watch.openmetrics import Metrics
@@ -285,8 +284,6 @@ class ProjectCLI(LightningCLI):
         assert isinstance(trainer, Trainer)
         refuse_ranks_in_process(trainer.strategy, "and this program goes on where they end")
         trainer.configuration = configuration
-        for recovery in callbacks_of(trainer, Recovery) if self.subcommand == "fit" else ():
-            recovery.life = self.folder / LIFE
         if self._begun is None and any(self.folder.glob("events.*")):  # the run was ended before its first checkpoint
             resume_loggers(trainer.loggers, 0)
         return trainer

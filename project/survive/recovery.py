@@ -3,7 +3,6 @@
 import logging
 import os
 import secrets
-from pathlib import Path
 from typing import Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -20,7 +19,8 @@ from project.launch.losses import STRIKES
 from project.launch.nodes import Nodes
 from project.launch.supervisor import PORT
 from project.step.ddp import all_gather_objects
-from project.typed import typed
+from project.survive.hang.watchdog import Watchdog
+from project.typed import callbacks_of, typed
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +45,6 @@ class Recovery(Callback):
         if strikes < 1:
             raise UserError(f"recover.strikes is 1 at least, and not {strikes}.")
         self.restarts, self.every_n_steps = restarts, every_n_steps
-        self.life: Path | None = None
-        """The file in which the supervisor records how the run ended, where rank 0 can't."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit" or typed(trainer).fast_dev_run:
@@ -57,8 +55,9 @@ class Recovery(Callback):
                     "recover.restarts=%d: no supervisor has started this rank, so it is not started again.", self.restarts
                 )
             return
-        if trainer.is_global_zero and self.life is not None:
-            tell_supervisor(life=str(self.life.absolute()))
+        lives = [watchdog.life for watchdog in callbacks_of(trainer, Watchdog) if watchdog.life]
+        if trainer.is_global_zero and lives:  # in which the supervisor records how the run ended, where rank 0 can't
+            tell_supervisor(life=str(lives[0].absolute()))
         if trainer.world_size > 1 and PORT in os.environ:  # each rank has a supervisor of its own: they get to know each other
             own = own_address() if trainer.num_nodes > 1 else "127.0.0.1"  # where it listens
             first = own, int(os.environ[PORT]), secrets.token_hex(32)
