@@ -1,6 +1,5 @@
 """Fills in manifests for one run: an Indexed Job with its service, or a TrainJob. The YAML files here are their templates."""
 
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 
 from project.doctor.examined import examined_run
-from project.doctor.findings import in_bytes
 from project.errors import UserError
 from project.launch.manifest import (
     APP,
@@ -24,10 +22,13 @@ from project.launch.manifest import (
     root_of,
 )
 from project.typed import TypedTrainer
-from project.untrusted import printable
 
 _MARGIN = 15  # seconds that the launcher has, after SIGKILL to its ranks, to end itself
 _CONFIGS = Path("/config")  # in the container: where configs lie that are not in the image
+_HEAD = """\
+# Written by python -m project manifest. docs/kubernetes.md says how to start, watch and stop it, and what happens when a pod is
+# lost; project/launch/*.yaml say why each line is there.
+"""
 _KUBEFLOWS = ("NNODES", "NODE_RANK", "MASTER_ADDR", "NPROC_PER_NODE", "MAX_RESTARTS")  # variables that Kubeflow sets itself
 
 
@@ -108,7 +109,7 @@ def _loader(values: Mapping[str, object]) -> type[yaml.SafeLoader]:
 
 
 def written(wanted: Wanted, needed: Needs) -> str:
-    """Returns the manifest: documents in YAML, and a comment that describes them."""
+    """Returns the manifest: documents in YAML, after a comment."""
     jobs, values, folder = wanted.engine == "k8s", _values(wanted, needed), Path(__file__).parent
     job = yaml.load((folder / "job.yaml").read_text(), _loader(values))
     pod = job["template"]["spec"]
@@ -130,21 +131,7 @@ def written(wanted: Wanted, needed: Needs) -> str:
     templates = yaml.load_all((folder / "manifest.yaml").read_text(), _loader({**values, "job": job}))
     documents = [document for document in templates if document["kind"] in kinds]
     text = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120, explicit_start=True, allow_unicode=True)
-    return _head(wanted, needed) + str(text)
-
-
-def _head(wanted: Wanted, needed: Needs) -> str:
-    nodes = str(wanted.most) if wanted.least == wanted.most else f"{wanted.least}:{wanted.most}"
-    each = f"{wanted.gpus} GPU(s)" if wanted.gpus else "no GPU"
-    words = shlex.join(argument.replace("--config=:", "--config=") for argument in wanted.words)
-    command = f"--engine {wanted.engine} --nodes {nodes} --gpus {wanted.gpus} --run {wanted.run} {words}"
-    lines = (
-        f"The run {wanted.run} on {nodes.replace(':', ' to ')} pod(s) with {each} each, as",
-        f"  python -m project manifest {command.strip()} --image ...",
-        "has written it. docs/kubernetes.md says how to start, watch and stop it, and what happens when a pod is lost;",
-        f"project/launch/*.yaml say why each line is there. A checkpoint of it takes {in_bytes(needed.checkpoint)}.",
-    )
-    return "".join("# " + printable(line).replace("\n", "\\n") + "\n" for line in lines)
+    return _HEAD + str(text)
 
 
 def _values(wanted: Wanted, needed: Needs) -> dict[str, object]:

@@ -175,7 +175,6 @@ class Needs:
     disk: int
     grace: int
     """Seconds from SIGTERM to SIGKILL."""
-    checkpoint: int
 
 
 def needs(run: ExaminedRun, wanted: Wanted) -> Needs:
@@ -207,7 +206,6 @@ def needs(run: ExaminedRun, wanted: Wanted) -> Needs:
         shm=_rounded(shm),
         disk=_rounded(2 * run.disk_needed + _GIB),  # curves, logs and reports lie beside the checkpoints
         grace=max(_LEAST_GRACE, 30 * math.ceil(seconds / 30)),
-        checkpoint=checkpoint,
     )
 
 

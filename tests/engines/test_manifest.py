@@ -76,7 +76,7 @@ def test_a_yaml_for_gpus_and_a_config_of_ones_own_need_neither_here(tmp_path):
     run = forked(tmp_path, "manifest", *words, "--image", IMAGE)
     assert run.code == 0, run.output
     assert not (tmp_path / "lightning_logs").exists()
-    kinds = documents(run.output[run.output.index("# The run nightly") :])
+    kinds = documents(run.output[run.output.index("# Written by") :])
     train = container(kinds)
     assert train["args"] == [
         *("fit", "--config=configs/ddp.yaml", "--config=/config/mine.yaml", "--data.num_workers=2", odd),
@@ -171,7 +171,7 @@ def test_what_a_user_writes_is_a_value_whatever_it_holds(engine):
     configs = {"mine.yaml": "# it's mine\nbase: x  \n---\n\tkind: Pod\n", "empty.yaml": ""}
     image = "host/image@sha256:" + "0" * 64
     wanted = Wanted(engine, "train", 1, 1, 0, 4, image, "mine", ["--config=:mine.yaml", odd], configs, root_of("/data"))
-    manifest = written(wanted, Needs(1 << 30, 1 << 30, 1 << 30, 120, 1 << 20))
+    manifest = written(wanted, Needs(1 << 30, 1 << 30, 1 << 30, 120))
     assert "\x1b" not in manifest
     kinds = documents(manifest)
     jobs = ["Service", "Job"] if engine == "k8s" else ["TrainingRuntime", "TrainJob"]
