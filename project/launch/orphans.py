@@ -10,9 +10,6 @@ import signal
 _PR_SET_PDEATHSIG = 1
 LAUNCHER = "PROJECT_LAUNCHER"
 """The environment variable with the process id of what started this rank's supervisor."""
-QUIET = "quiet"
-SUPERVISED = "supervised"
-"""The launcher of a rank whose end a supervisor reports and records."""
 
 
 def ends_with_parent() -> bool:
@@ -30,15 +27,9 @@ def launcher_pid() -> int:
     return int(os.environ.get(LAUNCHER) or os.getppid())
 
 
-def describe_launcher(host: str) -> str:
-    """Returns the launcher whose end also ends this process, as text for the warden that reports it; 'quiet' for the wardens
-    that don't; '' where this process was not launched.
-    """
-    if LAUNCHER in os.environ:
-        return SUPERVISED
-    if not ends_with_parent():
-        return ""
-    return f"torchrun's agent on {host}" if is_first_of_agent() else QUIET  # rank 0 of plain Python has a warden of its own
+def is_supervised() -> bool:
+    """Returns whether a supervisor reports and records the end of this process's rank."""
+    return LAUNCHER in os.environ
 
 
 def end_with_parent() -> None:

@@ -5,8 +5,8 @@ A process that is stopped (SIGSTOP), or that holds Python's lock in code which w
 there may be no other rank that could. And a process that is killed, for its memory say, can't report it: its warden does, here
 and to the ranks that are left.
 
-It needs the standard library alone. The launcher is what the rank ends with, in words, 'quiet' where another reports it, or ''.
-On standard input come lines of JSON: facts about the rank, as `WardenProcess.send` lists them.
+It needs the standard library alone, and has the rank's environment. On standard input come lines of JSON: facts about the rank,
+as `WardenProcess.send` lists them.
 
 Seconds are counted by looks, not by the clock: where everything was stopped (Ctrl-Z), none was missed.
 """
@@ -24,10 +24,11 @@ from math import inf
 from pathlib import Path
 
 from project.cluster.oom import OOM_KILL, TO_LOWER, OomKills
+from project.cluster.place import host
 from project.cluster.processes import children, ended, kill_with_children, memory_of, read_dump, start_time
 from project.cluster.signed import Message, sealer
 from project.launch.agent import Agent
-from project.launch.orphans import QUIET, SUPERVISED, is_first_of_agent
+from project.launch.orphans import ends_with_parent, is_first_of_agent, is_supervised
 from project.survive.life import add_stop, add_to_log, start_report
 from project.survive.signals import ENDING, EXIT_CODES
 
@@ -50,8 +51,8 @@ def _rank_of(pid: int) -> bytes:
 class WatchedRank:
     """Represents the rank that this warden watches."""
 
-    def __init__(self, pid: int, began: str, dump: str, name: str, launcher: str, parent: int) -> None:
-        self.pid, self.began, self.dump, self.name, self.launcher = pid, began, dump, name, launcher
+    def __init__(self, pid: int, began: str, dump: str, name: str, parent: int) -> None:
+        self.pid, self.began, self.dump, self.name = pid, began, dump, name
         self.handle: int | None = None
         with suppress(OSError, AttributeError):
             self.handle = os.pidfd_open(pid)
@@ -110,10 +111,11 @@ class WatchedRank:
     def describe_end(self) -> str:
         """Returns how the rank ended, in a sentence; '' where it lives, or where it or another process reports that."""
         over, status = ended(self.pid, self.began, self.handle)
-        if not over or self.launcher == SUPERVISED:
+        if not over or is_supervised():
             return ""
-        if self.launcher and ended(*self.parent)[0]:  # which takes its ranks along: see orphans.py
-            return "" if self.launcher == QUIET else f"{self.launcher} was killed, and its ranks with it{self.oom_kills}."
+        if ends_with_parent() and ended(*self.parent)[0]:  # rank 0 of plain Python has a warden of its own
+            agent = f"torchrun's agent on {host()} was killed, and its ranks with it{self.oom_kills}."
+            return agent if is_first_of_agent() else ""
         if status is None:
             return "" if self.ending else f"{self.name} has ended without a word: killed, or crashed{self.oom_kills}."
         if not os.WIFSIGNALED(status) or (number := os.WTERMSIG(status)) in ENDING:
@@ -163,7 +165,7 @@ class WatchedRank:
 
     def record_end(self, how: str) -> None:
         """Records the end in the run's file of starts and stops, where the rank could not, and starts `project report`."""
-        if self.launcher == SUPERVISED:
+        if is_supervised():
             return
         life, why = Path(self.facts.get("life", "")), self.facts.get("why")
         details = {"where": self.facts.get("where"), "traceback": self.facts.get("traceback")}
@@ -208,8 +210,8 @@ class WatchedRank:
 class WardenProcess:
     """Represents the warden in its rank, as a child process. Does nothing where it could not be started or has ended."""
 
-    def __init__(self, pid: int, began: str, dump: str, name: str, launcher: str, parent: int) -> None:
-        self._words = [*COMMAND, str(pid), began, dump, name, launcher, str(parent)]
+    def __init__(self, pid: int, began: str, dump: str, name: str, parent: int) -> None:
+        self._words = [*COMMAND, str(pid), began, dump, name, str(parent)]
         self._process: subprocess.Popen[bytes] | None = None
         self._unsent: list[dict[str, object]] | None = []  # facts for a warden that has not been started
 
@@ -244,12 +246,12 @@ class WardenProcess:
                 self._process.communicate(timeout=seconds)
 
 
-def main(pid: str, began: str, dump: str, name: str, launcher: str, parent: str) -> None:
+def main(pid: str, began: str, dump: str, name: str, parent: str) -> None:
     """Watches a rank until it ends or is silent for too long, then reports and records that."""
     # They go to the whole group, and the rank knows what to do.
     for number in EXIT_CODES:
         signal.signal(number, signal.SIG_IGN)
-    watch = WatchedRank(int(pid), began, dump, name, launcher, int(parent))
+    watch = WatchedRank(int(pid), began, dump, name, int(parent))
     if watch.wait_for_end():
         text = ""
         if not watch.has_ended() and watch.is_silent:

@@ -30,7 +30,7 @@ from project.cluster.processes import start_time
 from project.errors import Cause, UserError, listed
 from project.launch import early_start
 from project.launch.fork_server import tell_supervisor
-from project.launch.orphans import SUPERVISED, describe_launcher, launcher_pid
+from project.launch.orphans import is_supervised, launcher_pid
 from project.survive import failure
 from project.survive.exit import forbid_core_dumps
 from project.survive.failure import LOST_RANKS
@@ -172,10 +172,9 @@ class Watchdog(Callback):
         if trainer.world_size > 1:
             forbid_core_dumps()
         me = self._own_member()
-        name, launcher = f"rank {me.rank} on {me.host}", describe_launcher(me.host)
-        self._warden = WardenProcess(me.pid, me.started, me.dump, name, launcher, launcher_pid())
+        self._warden = WardenProcess(me.pid, me.started, me.dump, f"rank {me.rank} on {me.host}", launcher_pid())
         self._warden_due = time.monotonic() + _LATE_WARDEN
-        if launcher != SUPERVISED:  # whose supervisor reports their end, and whose warden is there for silence alone
+        if not is_supervised():  # else the supervisor reports their end, and the warden is there for silence alone
             self._warden.start()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()

@@ -224,7 +224,7 @@ def test_a_warden_ends_a_rank_that_can_not_end_itself(tmp_path: Path) -> None:
         env=environment(), stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert rank.stdout is not None
-    facts = [str(rank.pid), start_time(rank.pid), rank.stdout.readline().strip(), "rank 3 on h2", "", "0"]
+    facts = [str(rank.pid), start_time(rank.pid), rank.stdout.readline().strip(), "rank 3 on h2", "0"]
     with subprocess.Popen([*warden.COMMAND, *facts], stdin=subprocess.PIPE, stderr=subprocess.PIPE) as beside:
         assert beside.stdin is not None
         beside.stdin.write(json.dumps({"file": str(tmp_path / "hang.txt"), "allowed": 1}).encode() + b"\n")
