@@ -7,7 +7,6 @@ hangs.
 import json
 import logging
 import re
-import socket
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -30,8 +29,7 @@ log = logging.getLogger(__name__)
 SHOWN = 2  # ranks whose stacks are part of the message
 _LONGEST = 20_000  # characters of a rank's stacks in a message
 _PATIENCE = 5.0  # seconds for a write
-_AGENT = 10.0  # seconds for a torchrun agent that is cut off
-_SLOW_AGENT = 30.0  # for one that may only be busy
+_AGENT = 20.0  # seconds for a torchrun agent: it may be cut off, or only busy
 
 
 @dataclass(frozen=True)
@@ -181,9 +179,7 @@ def report_and_exit(judged: Verdict, context: RankContext) -> None:
         run_with_timeout(_PATIENCE, lambda: tell_torchrun(f"{judged.at_fault[0]}"))
     run_with_timeout(_PATIENCE, flush)
     run_with_timeout(_PATIENCE, lambda: tell_supervisor(reason=f"{judged.at_fault[0]}."))
-    cut_off = _rank_0_unreachable(judged, context)
-    seconds = _AGENT if cut_off else _SLOW_AGENT if context.is_reporter(judged.silent) else None
-    exit_process(context, TRY_AGAIN, list(unresponsive.values()), seconds)
+    exit_process(context, TRY_AGAIN, list(unresponsive.values()), _AGENT if reports else None)
 
 
 def _silent_on_this_host(judged: Verdict, context: RankContext) -> dict[int, Member]:
@@ -210,16 +206,3 @@ def _write_stacks(folder: Path, judged: Verdict, ranks: list[RankAtFault]) -> No
         write_text(folder / f"hang-rank{culprit.rank}.txt", f"{head}{culprit.stacks}\n")
     if entries := flights.read_recorder():
         write_text(folder / f"hang-rank{ranks[0].rank}-collectives.json", json.dumps(entries))
-
-
-def _rank_0_unreachable(judged: Verdict, context: RankContext) -> bool:
-    """Returns whether the host of rank 0 can't be reached: one that is up refuses a connection, or accepts it."""
-    if 0 not in judged.silent or context.members[0].machine == context.me.machine:
-        return False
-    try:
-        with socket.create_connection(context.members[0].address, timeout=3):
-            return False
-    except ConnectionRefusedError:
-        return False
-    except OSError:
-        return True
