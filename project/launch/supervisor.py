@@ -2,10 +2,8 @@
 
 Only where `recover.restarts` is set: `python -m project fit` becomes the supervisor, loads neither torch nor the user's code,
 and lives as long as the run. Under plain Python it is above all ranks, under torchrun and srun above one. Its first child, the
-fork server (`launch/fork_server.py`), loads PyTorch and this project once; each rank is a fork of it, and the ranks of the next
-start are forked, import the user's code and wait before they are needed, so that a lost rank costs no imports.
-
-The state to resume from outlives the ranks, too: they keep copies of it in a folder in memory that belongs to the supervisor.
+fork server (`launch/fork_server.py`), loads PyTorch and this project once, and forks the ranks, those of the next start before
+they are needed. They keep the state to resume from in a folder in memory that belongs to the supervisor. See docs/faults.md.
 """
 
 import json

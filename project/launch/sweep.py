@@ -1,16 +1,6 @@
-"""A sweep: one YAML lists which values keys are to have. Trial N of it is a run like any other, on every launcher.
+"""A sweep: a YAML like configs/sweeps/lr.yaml lists which values keys are to have. Trial N of it is a run like any other.
 
-    samples: 3                  # how often what is drawn is drawn, for each combination of the lists (1)
-    seed: 0                     # of the drawing (0)
-    metric: val/acc             # what trials are compared by, where an engine compares them: Ray
-    mode: max                   # or min
-    together: 4                 # so many at once at most
-    stop_early: {after: 1, factor: 3}     # after so many validations one trial in so many continues; or false
-    keys:
-      data.global_batch_size: [64, 128]                       # each of these
-      model.optimizer.init_args.lr: {loguniform: [0.01, 1]}   # drawn; also uniform, randint (both ends count), choice
-
-A trial is a function of this file and of its number: the same on Slurm, on Ray and by hand. Imports nothing heavy.
+It is a function of this file and of its number: the same on Slurm, on Ray and by hand. Imports nothing heavy.
 """
 
 import argparse

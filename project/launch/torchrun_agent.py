@@ -1,11 +1,8 @@
 """torchrun as scripts/launch.sh starts it: python -m project.launch.torchrun_agent --nnodes 2 ... -m project -- fit ...
 
 With `--join ADDRESS PORT SECONDS` before torchrun's own words, this agent joins the one that has the store, on another host.
-
-What is ours is how it ends. A signal reaches the workers, which then have the time that a checkpoint needs; SIGUSR1, too, which
-is Slurm's warning before the time limit; SIGHUP not under nohup. And the exit code says why, to whoever starts it again or not,
-where torchrun's is always 1: the one of the worker that failed first (2: its words or its YAML are wrong, and no restart is
-spent on that), 75 where the agents' store was lost, and after a signal the one that a shell expects.
+What is ours is how it ends: the workers have the time that a checkpoint needs, and the exit code (docs/signals.md) says why, to
+whoever starts it again or not, where torchrun's is always 1.
 """
 
 import os

@@ -2,11 +2,7 @@
 
 Lightning's own handlers talk to the other ranks from inside the handler, and hang when the ranks are not in step. Here a
 handler only notes the signal; at every step, or at every eighth at most where steps are short, the ranks compare notes on the
-CPU, asynchronously: what one step starts, the next reads, so nobody waits. A second signal stops at once.
-
-Exit codes: 130 after Ctrl-C (SIGINT), 143 after SIGTERM, 138 after SIGUSR1, 129 after SIGHUP: what a shell expects of a
-program that these end. Under Slurm, SIGUSR1 is the warning before the time limit (--signal=USR1@60): the job goes back into
-the queue.
+CPU, asynchronously: what one step starts, the next reads, so nobody waits. docs/signals.md has the exit codes.
 """
 
 import logging

@@ -1,12 +1,9 @@
 """Watches a rank from a small process that outlives it: kills a rank that can no longer end itself, and reports how a killed
-one ended, for rank 0 also in the run's report.
+one ended, here and to the ranks that are left, for rank 0 also in the run's report.
 
 A process that is stopped (SIGSTOP), or that holds Python's lock in code which waits for ever, can't end itself; on its own host
-there may be no other rank that could. And a process that is killed, for its memory say, can't report it: its warden does, here
-and to the ranks that are left.
-
-It needs the standard library alone, and has the rank's environment. On standard input come lines of JSON: facts about the rank,
-as `WardenProcess.send` lists them.
+there may be no other rank that could. Needs the standard library alone, and has the rank's environment. On standard input come
+lines of JSON: facts about the rank, as `WardenProcess.send` lists them.
 
 Seconds are counted by looks, not by the clock: where everything was stopped (Ctrl-Z), none was missed.
 """
