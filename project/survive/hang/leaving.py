@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,7 @@ class RankContext:
     local_rank: int
     warden: WardenProcess | None
 
-    def is_reporter(self, silent: set[int]) -> bool:
+    def is_reporter(self, silent: Container[int]) -> bool:
         """Returns whether this rank reports: one on each host does; before the ranks are connected, also each that does not
         wait for others. `silent`: the ranks that can't.
         """

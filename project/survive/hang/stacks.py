@@ -27,6 +27,7 @@ _PACKAGES = sysconfig.get_paths()["purelib"]
 _CALL = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 """A line of the stacks that faulthandler writes."""
 _DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py", "debugpy")
+LONGEST = 20_000  # characters of a rank's stacks
 _PROCESSES = 3  # loader processes whose stacks are asked for
 
 
@@ -65,6 +66,13 @@ def thread_stacks() -> str:
             for frame in _frames(stacks[ident])
         ]
     return "\n".join(lines)
+
+
+def own_stacks(dump: str) -> tuple[str, str]:
+    """Returns the innermost call that this process is in, and its stacks. `dump`: the file for those of loader processes."""
+    loaders = loader_stacks(dump)
+    place = innermost_loader_call(loaders) or innermost_call(main_frames())
+    return place, f"{thread_stacks()}\n{loaders}".rstrip()[:LONGEST]
 
 
 def _short(file: str) -> str:

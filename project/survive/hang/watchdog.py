@@ -37,7 +37,7 @@ from project.survive.failure import LOST_RANKS
 from project.survive.hang import flights, stacks, verdict
 from project.survive.hang.heartbeats import Channel, Flight, Heartbeat, Member, heartbeat_from_dict, machine_id
 from project.survive.hang.leaving import RankContext, exit_after_loss
-from project.survive.hang.verdict import RankAtFault, Verdict
+from project.survive.hang.verdict import RankAtFault, Verdict, verdict_on
 from project.survive.hang.warden import WardenProcess
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Watchdog(Callback):
         self._pause = 0.0  # seconds between two heartbeats of a rank, if that is more than a tick
         self._rank_0_answered = 0.0  # on the others: when rank 0 did
         self._verdict: Verdict | None = None
-        self._reports: dict[int, RankAtFault] = {}
+        self._reports: dict[int, tuple[str, str]] = {}  # on rank 0: the place and the stacks of ranks at fault
         self._reached: set[int] = set()  # on rank 0: ranks that the longest packets reach, and that answer with one
 
     def __reduce__(self) -> tuple[type["Watchdog"], tuple[float, float, float]]:
@@ -280,7 +280,8 @@ class Watchdog(Callback):
                 tell_supervisor(socket.MSG_DONTWAIT, step=beat.step)
             if self._channel is None:
                 if beat.is_stuck:
-                    self._verdict = Verdict([self._own_report(beat)])
+                    own = RankAtFault(self._rank, host(), beat, None, *stacks.own_stacks(self._dump[1]))
+                    self._verdict = verdict_on([own])
             elif self._rank == 0:
                 self._heartbeats[0] = now, beat
                 self._judge(now)
@@ -333,10 +334,10 @@ class Watchdog(Callback):
                 case "here":
                     self._rank_0_answered = time.monotonic()
                 case "testify":
-                    channel.send(0, "testimony", guilty=asdict(self._own_report(self._heartbeat())))
+                    place, text = stacks.own_stacks(self._dump[1])
+                    channel.send(0, "testimony", rank=self._rank, place=place, stacks=text)
                 case "testimony":
-                    report = verdict.rank_at_fault_from_dict(message["guilty"])
-                    self._reports[report.rank] = report
+                    self._reports[message["rank"]] = message["place"], message["stacks"]
                 case "fill":
                     channel.send_padded(0, "filled", message["size"], rank=self._rank)
                 case "filled":
@@ -346,7 +347,7 @@ class Watchdog(Callback):
                     cause = Cause(message["text"], message.get("where", ""), message.get("traceback", ""))
                     LOST_RANKS.note(message["rank"], cause, has_failed=kind == "fails")
                 case "hang":
-                    self._verdict = verdict.verdict_from_dict(message["verdict"])
+                    self._verdict = Verdict(**message["verdict"])
                     return
 
     # Who is at fault -------------------------------------------------------------------------------------------------
@@ -368,11 +369,11 @@ class Watchdog(Callback):
             if silent:
                 unheard = [(self._members[rank], beats[rank], now - self._heartbeats[rank][0]) for rank in silent]
                 at_fault = [RankAtFault(member.rank, member.host, beat, seconds) for member, beat, seconds in unheard]
-                self._verdict = Verdict(at_fault, waiting)
+                self._verdict = verdict_on(at_fault, waiting)
             else:
                 network = self._find_lost_packets()
                 waiting = "; ".join(filter(None, (waiting, flights.describe_wait(beats, behind))))
-                self._verdict = Verdict(self._request_stacks(behind), waiting, network)
+                self._verdict = verdict_on(self._request_stacks(behind), waiting, network)
 
     def _find_lost_packets(self) -> str:
         """Sends the longest packets from rank 0 to each host, and returns which get lost, in a sentence, or ''."""
@@ -396,15 +397,18 @@ class Watchdog(Callback):
     def _request_stacks(self, ranks: list[int]) -> list[RankAtFault]:
         """Requests the stacks of the first ranks at fault, waits for the answers, and returns the descriptions of all."""
         assert self._channel is not None
-        self._reports = {0: self._own_report(self._heartbeats[0][1])} if 0 in ranks else {}
-        awaited = {rank for rank in ranks[: verdict.SHOWN] if rank != 0}
-        for rank in awaited:
+        self._reports.clear()
+        awaited = {*ranks[: verdict.SHOWN]}
+        for rank in awaited:  # this one, too
             self._channel.send(rank, "testify")
         end = time.monotonic() + 3 * _TICK
         while awaited - self._reports.keys() and time.monotonic() < end:
             self._handle_messages(_TICK / 4)
-        unheard = {rank: RankAtFault(rank, self._members[rank].host, self._heartbeats[rank][1]) for rank in ranks}
-        return [self._reports.get(rank, unheard[rank]) for rank in ranks]
+        described = []
+        for rank in ranks:
+            place, text = self._reports.get(rank, ("", ""))
+            described.append(RankAtFault(rank, self._members[rank].host, self._heartbeats[rank][1], place=place, stacks=text))
+        return described
 
     def _judge_rank_0(self, now: float, beat: Heartbeat) -> None:
         """Sets the verdict on another rank than 0: this one has waited too long, and rank 0 does not answer."""
@@ -413,22 +417,17 @@ class Watchdog(Callback):
         asking = now - self._counted_from if self._pause <= _TICK else beat.idle - beat.allowed
         if beat.waits_too_long and min(quiet, asking) > _SILENCE + 2 * _TICK:
             silent = RankAtFault(0, self._members[0].host, replace(beat, phase=""), quiet)
-            self._verdict = Verdict([silent], verdict.describe_phases([(self._members[self._rank], beat)]))
-
-    def _own_report(self, beat: Heartbeat) -> RankAtFault:
-        """Returns the description of this rank, with its stacks."""
-        return RankAtFault(self._rank, host(), beat).with_stacks(self._dump[1])
+            self._verdict = verdict_on([silent], verdict.describe_phases([(self._members[self._rank], beat)]))
 
     # The end ---------------------------------------------------------------------------------------------------------
 
     def _exit(self, judged: Verdict) -> None:
         """Sends the verdict to the warden and, from rank 0, to all ranks; reports it and ends this process."""
-        brief = judged.brief() if judged.network else judged
         if self._warden is not None:
-            why, where = str(brief).splitlines()[0], judged.at_fault[0].place
-            self._warden.send(why=why, where=where, step=self._trainer.global_step, ending=True)
+            why, step = judged.text.splitlines()[0], self._trainer.global_step
+            self._warden.send(why=why, where=judged.place, step=step, ending=True)
         if self._rank == 0 or 0 in judged.silent:
-            self._send_to_all("hang", judged.silent, verdict=brief.to_dict())
+            self._send_to_all("hang", judged.silent, verdict=asdict(judged))
         verdict.report_and_exit(judged, self._context())
 
     def _context(self) -> RankContext:
