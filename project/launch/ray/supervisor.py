@@ -13,6 +13,7 @@ from typing import NamedTuple
 import ray.util
 
 from project.cluster.cores import cores
+from project.launch.early_start import free_port
 
 _TURN = 0.5  # seconds that `poll` waits for output
 _PIECE = 1 << 16
@@ -34,10 +35,8 @@ class Supervisor:
 
     def place(self) -> Place:
         """Returns where this actor is."""
-        with socket.socket() as listener:
-            listener.bind(("", 0))
-            port, gpus = listener.getsockname()[1], os.environ.get("CUDA_VISIBLE_DEVICES", "")
-            return Place(socket.gethostname(), ray.util.get_node_ip_address(), port, gpus)
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        return Place(socket.gethostname(), ray.util.get_node_ip_address(), free_port(), gpus)
 
     def start(self, words: Sequence[str], environment: Mapping[str, str], ranks: int, cwd: str, is_checked: bool) -> None:
         """Starts the process, which first checks the host if `is_checked`, with this on top of the actor's environment; `ranks`
