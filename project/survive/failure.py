@@ -92,7 +92,7 @@ def kind(error: BaseException) -> Kind:
     ):
         return "mendable"
     if isinstance(error, dist.DistError) or (type(error) is RuntimeError and _is_connection_error(error)):
-        return "mendable" if "EADDRINUSE" in str(error) else "lost"
+        return "lost"
     return "crash"
 
 
@@ -204,9 +204,6 @@ def message(error: BaseException, folder: Path | None = None) -> str:
             "model.compile needs a C++ compiler, and there is none here. HINT: install g++ (into an image: "
             "--build-arg PACKAGES=g++), or set model.compile=none."
         )
-    if "EADDRINUSE" in str(error):
-        port = os.environ.get("MASTER_PORT", "?")
-        return f"Port {port} is in use by another program. HINT: set another MASTER_PORT, on every node the same."
     return shortened(loader_error(error) or str(error).strip(), LONGEST_CAUSE) or type(error).__name__
 
 
