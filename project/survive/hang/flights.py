@@ -111,15 +111,6 @@ def _waits_for(rank: int, beats: Mapping[int, Heartbeat]) -> set[int]:
 _NONE = Flight(-1, Flight.ABSENT)  # of a group of which a rank has recorded nothing
 
 
-def describe_wait(beats: Mapping[int, Heartbeat], late: Iterable[int]) -> str:
-    """Returns in which collective of a group a rank waits for these, in a few words; '' where it is one of all ranks."""
-    for rank, beat in sorted(beats.items()):
-        for flight in beat.flights.values():
-            if flight.ranks and flight.stage != Flight.ABSENT and _waits_for(rank, beats) & {*late} & {*flight.ranks}:
-                return f"rank {rank} is in {flight.name} of a group of ranks {', '.join(map(str, flight.ranks))}"
-    return ""
-
-
 def shared_collective(beats: Sequence[Heartbeat]) -> Flight | None:
     """Returns the collective in which all of these ranks are; None if they differ."""
     for group, flight in sorted(beats[0].flights.items(), key=lambda item: -item[1].stage):

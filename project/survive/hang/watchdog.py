@@ -372,7 +372,6 @@ class Watchdog(Callback):
                 self._verdict = verdict_on(at_fault, waiting)
             else:
                 network = self._find_lost_packets()
-                waiting = "; ".join(filter(None, (waiting, flights.describe_wait(beats, behind))))
                 self._verdict = verdict_on(self._request_stacks(behind), waiting, network)
 
     def _find_lost_packets(self) -> str:
