@@ -173,6 +173,8 @@ class Watchdog(Callback):
             forbid_core_dumps()
         me = self._own_member()
         self._warden = WardenProcess(me.pid, me.started, me.dump, f"rank {me.rank} on {me.host}", launcher_pid())
+        if trainer.state.fn == "fit" and me.rank == 0 and self.life is not None:
+            self._warden.send(life=str(self.life.absolute()))  # in which it records how a fit ended, if the rank can't
         self._warden_due = time.monotonic() + _LATE_WARDEN
         if not is_supervised():  # else the supervisor reports their end, and the warden is there for silence alone
             self._warden.start()
@@ -185,7 +187,6 @@ class Watchdog(Callback):
         self._begin_phase("start-up")
         if trainer.world_size == 1 or not dist.is_initialized():
             self.folder = Path(trainer.default_root_dir)
-            self._send_life_file(stage)
             return
         channel = Channel(own_address())
         own = self._own_member(channel.address), channel.secret, trainer.default_root_dir
@@ -202,13 +203,7 @@ class Watchdog(Callback):
         assert self._warden is not None
         file = f"{self.folder}/hang-rank{self._rank}.txt"
         self._warden.send(rank=self._rank, secret=channel.secret, addresses=others, file=file)
-        self._send_life_file(stage)
         self._channel = channel
-
-    def _send_life_file(self, stage: str) -> None:
-        """Sends the warden of rank 0 the file in which it records how a fit ended, if the rank can't."""
-        if stage == "fit" and self._rank == 0 and self.life is not None and self._warden is not None:
-            self._warden.send(life=str(self.life.absolute()))
 
     def _own_member(self, address: tuple[str, int] = ("", 0)) -> Member:
         """Returns this rank, as the others need to know it."""
