@@ -185,7 +185,10 @@ def listen_for_signals() -> None:
     """
     from project.launch.fork_server import tell_supervisor  # which loads this file
 
-    SIGNALS.report = lambda number: tell_supervisor(signal=number)
-    SIGNALS.at_first = REQUEUE.begin_countdown
+    def at_first(number: signal.Signals) -> None:
+        tell_supervisor(signal=number)
+        REQUEUE.begin_countdown(number)
+
+    SIGNALS.at_first = at_first
     SIGNALS.listen(signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     SIGNALS.exit_at_second_signal()

@@ -33,8 +33,6 @@ class Signals:
     def __init__(self) -> None:
         self.noted: signal.Signals | None = None
         self.at_first: Callable[[signal.Signals], None] | None = None
-        """Called with the first one, as soon as it is noted."""
-        self.report: Callable[[int], None] | None = None
         """Called with the first one in a thread, also where the main thread can note none."""
         self._since = 0.0
         self._before: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
@@ -86,8 +84,8 @@ class Signals:
             now = time.monotonic()
             if first is None:
                 first = now
-                if self.report is not None:
-                    self.report(number[0])
+                if self.at_first is not None:
+                    self.at_first(signal.Signals(number[0]))
             elif now - first > _SAME:
                 os._exit(EXIT_CODES[signal.Signals(number[0])])
 
@@ -96,8 +94,6 @@ class Signals:
         now = time.monotonic()
         if self.noted is None:
             self.noted, self._since = signal.Signals(number), now
-            if self.at_first is not None:
-                self.at_first(self.noted)
         elif now - self._since > _SAME:
             os._exit(EXIT_CODES[signal.Signals(number)])  # with the code that a first one leads to: no launcher sees a crash
 
