@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
@@ -125,8 +125,11 @@ def await_orders() -> None:
         os._exit(TRY_AGAIN)  # it would hold a GPU's memory beside the rank that trains
     if not (orders := os.read(spare.orders, 1 << 12)):
         os._exit(TRY_AGAIN)  # the fork server has ended
-    _become(spare.ranks, **json.loads(orders))
     os.close(spare.orders)
+    order = json.loads(orders)
+    os.environ |= {ATTEMPT: str(order["attempt"]), **order["numbers"]}
+    if spare.ranks > 1:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(order["port"])}
     _SUPERVISOR.append(spare.facts)
     spare.release()
 
@@ -174,13 +177,6 @@ def _fork(supervisor: int) -> tuple[int, int]:
     if parent != supervisor:
         os._exit(TRY_AGAIN)  # it has ended meanwhile
     return 0, orders
-
-
-def _become(ranks: int, attempt: int, port: int, numbers: Mapping[str, str]) -> None:
-    """Gives this process what a rank's environment has of the start that it belongs to."""
-    os.environ |= {ATTEMPT: str(attempt), **numbers}
-    if ranks > 1:
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def _hide_output() -> Callable[[], None]:

@@ -16,13 +16,8 @@ class Membership:
     """Knows the ranks of a run by their supervisors, its `peers`."""
 
     def __init__(self, world_size: int, peers: Peers) -> None:
-        self._nodes, self._peers, self._store = Nodes.of_environment(world_size), peers, store_address()
+        self.nodes, self._peers, self._store = Nodes.of_environment(world_size), peers, store_address()
         self._host = place.host()
-
-    @property
-    def ranks(self) -> int:
-        """Returns the number of ranks."""
-        return self._nodes.ranks
 
     def slurm_node(self, host: str) -> str:
         """Returns Slurm's name of a host, or ''."""
@@ -31,13 +26,13 @@ class Membership:
 
     def can_lose(self, rank: int) -> bool:
         """Returns whether the run can do without a rank and the others on its node."""
-        return rank in self._peers.hosts and self._nodes.can_spare(self._nodes.with_all_of_their_nodes({rank}))
+        return rank in self._peers.hosts and self.nodes.can_spare(self.nodes.with_all_of_their_nodes({rank}))
 
     def call_roll(self, attempt: int) -> tuple[set[int], list[tuple[str, str]]]:
         """Returns the ranks whose supervisors are missing, and killed ranks that were reported meanwhile, with their hosts."""
-        seconds, until = _ROLL if self._nodes.least else 0.0, time.monotonic() + _DEATH
+        seconds, until = _ROLL if self.nodes.least else 0.0, time.monotonic() + _DEATH
         missing, reports = self._peers.call_roll(attempt, seconds)
-        while self._nodes.with_all_of_their_nodes(missing) != missing and self._nodes.least and time.monotonic() < until:
+        while self.nodes.with_all_of_their_nodes(missing) != missing and self.nodes.least and time.monotonic() < until:
             time.sleep(0.1)  # where a host goes down, one of its processes may outlive the other
             missing, more = self._peers.call_roll(attempt, seconds)
             reports += more
@@ -45,25 +40,25 @@ class Membership:
 
     def has_enough(self, missing: set[int]) -> bool:
         """Returns whether the supervisors of all ranks that a restart needs have answered."""
-        if self._nodes.ranks <= 1:
+        if self.nodes.ranks <= 1:
             return True
         if self._peers.is_any_done or not self._peers.hosts:
             return False
-        return not missing or (self._nodes.can_spare(missing) and store_answers(self._store))
+        return not missing or (self.nodes.can_spare(missing) and store_answers(self._store))
 
     def ranks_to_leave_out(self, host: str, missing: set[int]) -> set[int]:
         """Returns the ranks of a host, if the run can do without it; none where another node may have its name."""
         ranks = {rank for rank, name in self._peers.hosts.items() if name == host}
         if not ranks or any(self._peers.joined[rank]["needed"] for rank in ranks):
             return set()
-        is_one_node = ranks == self._nodes.with_all_of_their_nodes({min(ranks)})
-        return ranks if is_one_node and self._nodes.can_spare(missing | ranks) else set()
+        is_one_node = ranks == self.nodes.with_all_of_their_nodes({min(ranks)})
+        return ranks if is_one_node and self.nodes.can_spare(missing | ranks) else set()
 
     def renumber(self, missing: set[int], rank: int) -> tuple[int, dict[str, str]]:
         """Takes ranks out of the run. Returns the new number of `rank`, and the variables of its environment that change."""
-        self._nodes, numbers = self._nodes.without(missing)
+        self.nodes, numbers = self.nodes.without(missing)
         self._peers.renumber(numbers)
-        environment = self._nodes.environment(numbers[rank])
+        environment = self.nodes.environment(numbers[rank])
         with suppress(OSError):  # for torchrun's agent, which would wait for all nodes at the end
             nodes_file(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(environment["GROUP_WORLD_SIZE"])
         return numbers[rank], environment

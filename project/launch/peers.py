@@ -62,6 +62,7 @@ class Peers:
 
     def __init__(self, listens: bool, several_hosts: bool) -> None:
         self._listener = socket.create_server(("" if several_hosts else "127.0.0.1", 0), backlog=1024) if listens else None
+        self.port: int = self._listener.getsockname()[1] if self._listener else 0
         if listens:  # a connection for each rank
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -74,11 +75,6 @@ class Peers:
         self.is_any_done = False
         """Says that another supervisor has ended by itself: its rank has come to an end, good or bad."""
         self.connected: list[Peer] = []
-
-    @property
-    def port(self) -> int:
-        """Returns the port of the first supervisor; 0 for the others."""
-        return int(self._listener.getsockname()[1]) if self._listener else 0
 
     @property
     def is_alone(self) -> bool:

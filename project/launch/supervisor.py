@@ -344,7 +344,8 @@ class Supervisor:
             again = "The job is back in the queue." if is_queued else self._resumption()
             self._report(f"{loss} {refusal}: not restarted. {again}{advice}")
             return False
-        who = f"The run resumes without {len(missing)} of its {self._members.ranks} ranks" if missing else "All ranks resume"
+        lost = f"The run resumes without {len(missing)} of its {self._members.nodes.ranks} ranks"
+        who = lost if missing else "All ranks resume"
         self._report(f"{loss} {who} (restart {self._losses}).{advice}")
         return True
 
