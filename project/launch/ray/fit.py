@@ -17,6 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from project.errors import LEFT_OUT, TRY_AGAIN, WRONG
+from project.launch.nodes import Nodes
 from project.launch.ray.cluster import last_line, say
 from project.launch.ray.room import Room, draining_nodes
 from project.launch.ray.supervisor import Supervisor
@@ -46,17 +47,15 @@ def layout(nodes: Sequence[str], gpus: Sequence[str]) -> list[dict[str, str]]:
 
     Nodes with different numbers of ranks are not what torchrun has: there each rank counts as a node of its own.
     """
-    members = {node: [rank for rank, other in enumerate(nodes) if other == node] for node in nodes}
-    if len({len(ranks) for ranks in members.values()}) > 1:
-        members = {str(rank): [rank] for rank in range(len(nodes))}
+    counts = {nodes.count(node) for node in nodes}
+    each = counts.pop() if len(counts) == 1 else 1
     variables = []
-    for at, ranks in enumerate(members.values()):
-        for local, rank in enumerate(ranks):
-            values = {"RANK": rank, "WORLD_SIZE": len(nodes), "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": len(ranks)}
-            values |= {"GROUP_RANK": at, "GROUP_WORLD_SIZE": len(members)}
-            visible = ",".join(dict.fromkeys(gpus[other] for other in ranks))
-            own = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
-            variables.append({name: str(value) for name, value in values.items()} | own)
+    for rank in range(len(nodes)):
+        local = rank % each
+        own = {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(each)}
+        if visible := ",".join(dict.fromkeys(gpus[rank - local :][:each])):
+            own["CUDA_VISIBLE_DEVICES"] = visible
+        variables.append(Nodes(len(nodes), each).environment(rank) | own)
     return variables
 
 
