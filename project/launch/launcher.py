@@ -133,11 +133,9 @@ def detect_torchrun(environment: Mapping[str, str]) -> Torchrun | None:
 def _first_name(name: str, file: Path) -> str:
     """Returns the name that the agent's first workers took: the agent's start time changes when the clock is set."""
     with suppress(OSError):
-        try:
-            with file.open("x") as new:
-                new.write(name)
-        except FileExistsError:
-            return file.read_text() or name
+        with suppress(FileExistsError), file.open("x") as new:
+            new.write(name)
+        return file.read_text() or name
     return name
 
 
