@@ -22,7 +22,7 @@ from project.survive import failure, preemption
 from project.survive.preemption import StopTogether
 from project.survive.signals import Signals
 from tests.cluster.machine import wait_until
-from tests.conftest import TINY, environment
+from tests.conftest import ROOT, TINY, environment
 
 LONG = ("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_epochs=100000", "--data.num_workers=0")
 
@@ -261,6 +261,25 @@ def test_what_is_ignored_from_the_start_stays_so(ignored):
     finally:
         signals.teardown()
         signal.signal(ignored, before)
+
+
+COUNTS_DOWN = """
+import hashlib, os, signal, threading
+from project.survive.requeue import REQUEUE, listen_for_signals
+def begin(number):
+    print(number.name, flush=True)
+    os._exit(0)
+REQUEUE.begin_countdown = begin
+listen_for_signals()
+threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+threading.Timer(5.0, os._exit, (1,)).start()
+hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # half an hour, in which no Python code runs in this thread
+"""
+
+
+def test_the_time_that_slurm_leaves_is_counted_while_the_main_thread_is_in_c():
+    run = subprocess.run([sys.executable, "-c", COUNTS_DOWN], cwd=ROOT, env=environment(), capture_output=True, timeout=60)
+    assert (run.returncode, run.stdout) == (0, b"SIGUSR1\n")
 
 
 @pytest.mark.parametrize("where", [pytest.param("Python", marks=pytest.mark.faults), pytest.param("C", marks=pytest.mark.slow)])
