@@ -249,12 +249,12 @@ class Curves:
 
     def _take_back(self, step: int) -> None:
         """Removes the points that a resumed run repeats: this step and later ones."""
+        last = [(points[-1].time, points[-1].step) for curve in self._curves.values() if (points := curve.settle())]
+        if last and len(self.starts) < _STARTS:
+            self.starts.append(max(last))
         for curve in self._curves.values():
             curve.take_back(step)
         self.pictures = {tag: picture for tag, picture in self.pictures.items() if picture.step < step}
-        last = [(curve.points[-1].time, curve.points[-1].step) for curve in self._curves.values() if curve.points]
-        if last and len(self.starts) < _STARTS:
-            self.starts.append(max(last))
 
     def _curve(self, tag: str) -> _Curve | None:
         if tag not in self._curves and len(self._curves) < _TAGS:

@@ -16,6 +16,7 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 from project.cli.watching import Look
 from project.watch.curves import Curves
+from project.watch.goodput import goodput
 from project.watch.history import read_history
 from project.watch.report import write
 from tests.conftest import forked
@@ -32,7 +33,8 @@ SPIKE, HOT = 123_456, 54_321
 class Writer:
     """Writes events as `Events` does, a hundred times as fast: what differs between them is put into one that was made."""
 
-    def __init__(self, *tags: str) -> None:
+    def __init__(self, *tags: str, origin: float = 1.7e9) -> None:
+        self._origin = origin
         values = [Summary.Value(tag=tag, simple_value=0.0) for tag in tags]
         self._tail = bytearray(Event(summary=Summary(value=values)).SerializeToString())
         self._places, at = [], 0
@@ -44,7 +46,7 @@ class Writer:
     def __call__(self, step: int, *values: float) -> bytes:
         for place, value in zip(self._places, values, strict=True):
             struct.pack_into("<f", self._tail, place, value)
-        record = struct.pack("<cdc", b"\x09", 1.7e9 + step, b"\x10") + varint(step) + self._tail
+        record = struct.pack("<cdc", b"\x09", self._origin + step, b"\x10") + varint(step) + self._tail
         if len(record) not in self._heads:
             length = struct.pack("<Q", len(record))
             self._heads[len(record)] = length + struct.pack("<I", masked_crc32c(length))
@@ -180,5 +182,23 @@ def test_a_thinned_curve_is_what_is_left_of_the_whole(tmp_path):
         assert points[0] == curves[tag][0]
         assert points[-400:] == curves[tag][-400:]
         assert len(points) < 5_000
-    assert whole.starts == thin.starts == [(1.7e9 + 79_499, 79_499)]
+    assert whole.starts == thin.starts == [(1.7e9 + 80_000, 80_000)]
     assert whole.read() == curves
+
+
+def test_what_a_lost_host_had_done_after_its_checkpoint_is_repeated(tmp_path):
+    """100 steps of a second, and no stop line: resumed at step 50, ten seconds after the last sign of it."""
+    resumed = Event(wall_time=1.7e9 + 110, step=51)
+    resumed.session_log.status = 1
+    writer, again = Writer("train/loss"), Writer("train/loss", origin=1.7e9 + 60)
+    records = [writer(step, 1.0) for step in range(1, 101)]
+    records += [framed(resumed.SerializeToString()), *(again(step, 1.0) for step in range(51, 101))]
+    (tmp_path / "events.out.tfevents.1.host.1.0").write_bytes(b"".join(records))
+    lives = [
+        {"event": "start", "time": 1.7e9, "began": 1.7e9 - 5, "step": 0, "ranks": 1},
+        {"event": "start", "time": 1.7e9 + 110, "began": 1.7e9 + 110, "step": 50, "ranks": 1},
+        {"event": "stop", "time": 1.7e9 + 160, "step": 100, "state": "finished", "why": None},
+    ]
+    (tmp_path / "life.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lives))
+    result = goodput(read_history(tmp_path, "it").lives)
+    assert str(result) == "60.6% training (3.0% starting, 30.3% repeated, 6.1% not running)"
