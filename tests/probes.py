@@ -533,6 +533,15 @@ class EndsAlone(Callback):
         signal.pause()
 
 
+class KilledEarly(Callback):
+    """Rank 2 is killed before the ranks are connected."""
+
+    def __init__(self) -> None:
+        if os.environ["LOCAL_RANK"] == "2":
+            Path("struck").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Graphs(Callback):
     """Prints which micro-batches of a step are graphs at the end. `kill`: once, after this step."""
 

@@ -1,13 +1,14 @@
 """Under plain Python the ranks start at once; a wrong guess of how many there will be does no harm."""
 
 import json
+import socket
 import subprocess
 import sys
 
 import pytest
 
 from project.launch.early_start import ranks
-from tests.conftest import PATIENCE, TINY
+from tests.conftest import PATIENCE, TINY, since_struck
 
 TWO = ("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_steps=1", "--trainer.devices=2")
 
@@ -63,7 +64,15 @@ def test_a_mistake_is_told_once(cli):
 def test_a_rank_that_ends_takes_a_rank_0_along_that_would_wait_for_ever(cli):
     run = cli(*TWO, "--trainer.callbacks=tests.probes.EndsAlone")
     assert run.code == 1
-    assert "after another rank has failed: it is ended" in run.output
+    assert "after another rank has failed (rank 1 with exit code 3): it is ended." in run.output
+
+
+def test_a_rank_that_is_killed_before_the_ranks_are_connected_is_named(cli):
+    run = cli(*TWO[:-1], "--trainer.devices=3", "--trainer.callbacks=tests.probes.KilledEarly")
+    assert run.code == 75
+    killed = f"lost another rank: rank 2 on {socket.gethostname()} was killed by signal 9. There is no checkpoint yet"
+    assert killed in run.output
+    assert since_struck(run.folder) < 15, "rank 0 waits for what never comes"
 
 
 LOADS = """

@@ -137,7 +137,7 @@ def _end(error: Exception, rank: int) -> int:
     if trainer is not None:
         error = _as_error_of_a_setting(error, trainer)
         launched = early_start.take_launched(trainer.strategy.launcher)
-        code = report_error(error, trainer.global_rank, host(), launched, _folder(trainer), _at(trainer))
+        code = report_error(error, trainer.global_rank, launched, _folder(trainer), _at(trainer))
         lives = callbacks_of(trainer, Life)
         if code == WRONG and any(life.has_trained(trainer) for life in lives):
             code = 1  # the configuration has worked up to here
@@ -150,7 +150,7 @@ def _end(error: Exception, rank: int) -> int:
             while SIGNALS.noted is None and time.monotonic() < until:
                 time.sleep(0.05)
         if not isinstance(error, LaunchError) or rank == 0 or os.environ.get("LOCAL_RANK") == "0":
-            report_error(error, rank, host())  # rank 0, it seems, has not found the same
+            report_error(error, rank)  # rank 0, it seems, has not found the same
     if run is not None and (trainer is None or (code == WRONG and not trainer.global_step)):
         run.discard_if_empty()
     return code

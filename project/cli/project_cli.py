@@ -279,7 +279,8 @@ class ProjectCLI(LightningCLI):
         elif self.dry:
             kwargs.update(devices=1, num_nodes=1)
         places = trainer_settings.devices, trainer_settings.accelerator
-        early_start.keep(trainer_settings.strategy, *places, torch.cuda.device_count)
+        fits = self.folder if self.subcommand == "fit" else None
+        early_start.keep(trainer_settings.strategy, *places, torch.cuda.device_count, fits)
         trainer = super().instantiate_trainer(default_root_dir=str(self.folder), **kwargs)
         assert isinstance(trainer, Trainer)
         refuse_ranks_in_process(trainer.strategy, "and this program goes on where they end")

@@ -5,6 +5,7 @@ Their number is read from the command line and the YAML before PyTorch is loaded
 configuration is resolved, `keep` compares: after a wrong guess these processes end, and Lightning starts the ranks later.
 """
 
+import logging
 import os
 import random
 import re
@@ -19,6 +20,8 @@ from pathlib import Path
 
 from project.config_files import documents, expand, run_config, setting
 from project.launch.sweep import with_trial
+
+log = logging.getLogger(__name__)
 
 _MARK = "PROJECT_EARLY_RANKS"
 _SET_HERE = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -95,14 +98,18 @@ def start(words: list[str]) -> None:
     processes.extend(subprocess.Popen(command, env={**os.environ, "LOCAL_RANK": str(rank)}) for rank in range(1, count))
 
 
-def keep(strategy: object, devices: object, accelerator: object, count_gpus: Callable[[], int]) -> None:
-    """Keeps the ranks that `start` has started if the resolved settings want as many, or ends them. All ranks call it."""
+def keep(
+    strategy: object, devices: object, accelerator: object, count_gpus: Callable[[], int], folder: Path | None = None
+) -> None:
+    """Keeps the ranks that `start` has started if the resolved settings want as many, or ends them. All ranks call it.
+    `folder`: the run's, of a fit.
+    """
     count = int(os.environ.pop(_MARK, "1"))
     if count == 1:
         return
     if starts_ranks(strategy) and ranks(devices, accelerator, count_gpus()) == count:
         if processes:
-            threading.Thread(target=_observe, name="early-ranks", daemon=True).start()
+            threading.Thread(target=_observe, args=(folder,), name="early-ranks", daemon=True).start()
         return
     if os.environ["LOCAL_RANK"] != "0":
         os._exit(0)  # rank 0 continues without this rank
@@ -134,14 +141,28 @@ def end() -> None:
     processes.clear()
 
 
-def _observe() -> None:
-    """Ends rank 0 some seconds after another rank has failed: it may be in a call that never ends."""
-    watched = list(processes)
+def _observe(folder: Path | None) -> None:
+    """Ends rank 0 when another rank has failed: it may be in a call that never ends. Where one was killed before the ranks were
+    connected, it is or will be, and ends at once; else it has some seconds to end by itself.
+    """
+    from torch import distributed
+
+    from project.cluster.connection import FAILED
+    from project.survive.failure import EXITING, LOST_RANKS, exit_at_once, note_killed, report_killed
+
+    watched, connected = list(processes), False
     while not any(process.poll() for process in watched):  # 0 is a good end
         if all(process.poll() == 0 for process in watched):
             return
         time.sleep(1)
-    time.sleep(_GRACE)
-    print(f"Rank 0 has not ended {_GRACE:.0f} s after another rank has failed: it is ended.", file=sys.stderr, flush=True)
+        connected = connected or distributed.is_initialized()
+    if connected or FAILED.is_set() or not note_killed(watched):
+        time.sleep(_GRACE)
+    EXITING.set()
+    if note_killed(watched):
+        report_killed(folder)
+    else:
+        ended = [f"rank {rank} with exit code {code}" for rank, process in enumerate(watched, 1) if (code := process.poll())]
+        log.error("Rank 0 has not ended %.0f s after another rank has failed (%s): it is ended.", _GRACE, ", ".join(ended))
     end()
-    os._exit(1)
+    exit_at_once(SystemExit(LOST_RANKS.exit_code))

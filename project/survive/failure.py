@@ -24,7 +24,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from project.checkpoints.reading import checkpoints_in
 from project.cluster.connection import FAILED, close_connections
 from project.cluster.oom import OOM_KILL, TO_LOWER, OomKills
-from project.cluster.place import MORE_SHARED_MEMORY, shared_memory
+from project.cluster.place import MORE_SHARED_MEMORY, host, shared_memory
 from project.errors import SMALLER_BATCH, TRY_AGAIN, WRONG, Cause, NonFiniteError, UserError
 from project.launch.fork_server import tell_supervisor
 from project.survive.exit import flush_and_exit
@@ -210,7 +210,6 @@ def message(error: BaseException, folder: Path | None = None) -> str:
 def report_error(
     error: BaseException,
     rank: int,
-    host: str,
     children: Sequence[Popen[bytes]] = (),
     folder: Path | None = None,
     at: str = "",
@@ -220,7 +219,6 @@ def report_error(
     Args:
         error: the error.
         rank: this rank.
-        host: this host.
         children: the ranks that this one launched.
         folder: the run's folder, where it is known.
         at: how far the run has come, as the end of a sentence; '' where that is not known.
@@ -234,7 +232,7 @@ def report_error(
     which = kind(error)
     FAILED.set()
     if which == "lost":
-        if not _report_lost_rank(error, rank, host, children, folder):
+        if not _report_lost_rank(error, rank, children, folder):
             # One that has reported its error ends soon, but for the load: its exit code counts.
             _wait_for_children(children, _LONG_LINGER if children and LOST_RANKS.failures else _LINGER)
             if codes := {code_of_rank(child.poll() or 0) for child in children} - {0, TRY_AGAIN}:
@@ -248,7 +246,7 @@ def report_error(
     if which == "crash" and at:
         resumes = f" {resumption(folder, changed=isinstance(error, torch.OutOfMemoryError))}" if folder else ""
         text = f"The run has ended {at}.{resumes}\n{text}"
-    if which == "crash" and tell_torchrun(f"rank {rank}, {host}: {text}"):  # its own 'host' is often localhost
+    if which == "crash" and tell_torchrun(f"rank {rank}, {host()}: {text}"):  # its own 'host' is often localhost
         text = f"{title(error)} (torchrun prints the traceback)"
     elif which == "crash" and not at:
         text = f"\n{text}"
@@ -328,24 +326,31 @@ class LostRanks:
 LOST_RANKS = LostRanks()
 
 
-def _report_lost_rank(
-    error: BaseException, rank: int, host: str, children: Sequence[Popen[bytes]], folder: Path | None
-) -> bool:
+def _report_lost_rank(error: BaseException, rank: int, children: Sequence[Popen[bytes]], folder: Path | None) -> bool:
     """Reports that another rank is lost, and returns whether it is known which was killed: then one rank on each host reports
     it. Otherwise each reports its own error, and the rank at fault may have more to report.
     """
-    for number, child in enumerate(children, rank + 1):
-        code = child.poll() or 0
-        if code < 0 and -code not in EXIT_CODES:
-            cause = Cause(f"rank {number} on {host} was killed by signal {-code}{_OOM_KILLS}.")
-            LOST_RANKS.note(number, cause, has_failed=False)
-    if not LOST_RANKS.deaths:
+    if not (note_killed(children, rank) or LOST_RANKS.deaths):
         failed = LOST_RANKS.cause  # which that rank reports itself
         text = f"{failed.text.partition(': ')[0]}: see its error." if failed else message(error).splitlines()[0]
         log.warning("lost another rank: %s", text, extra={WHOLE: f"lost another rank: {failed.whole}"} if failed else None)
     elif (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0":
-        log.error("lost another rank: %s %s", " ".join(death.text for death in LOST_RANKS.deaths.values()), advice(folder))
+        report_killed(folder)
     return bool(LOST_RANKS.deaths)
+
+
+def note_killed(children: Sequence[Popen[bytes]], rank: int = 0) -> bool:
+    """Records which of the ranks that this one has launched were killed, and returns whether any was."""
+    codes = {number: code for number, child in enumerate(children, rank + 1) if (code := child.poll() or 0) < 0}
+    killed = {number: -code for number, code in codes.items() if -code not in EXIT_CODES}
+    for number, by in killed.items():
+        LOST_RANKS.note(number, Cause(f"rank {number} on {host()} was killed by signal {by}{_OOM_KILLS}."), has_failed=False)
+    return bool(killed)
+
+
+def report_killed(folder: Path | None) -> None:
+    """Reports which ranks were killed, and what to do."""
+    log.error("lost another rank: %s %s", " ".join(death.text for death in LOST_RANKS.deaths.values()), advice(folder))
 
 
 def advice(folder: Path | None) -> str:

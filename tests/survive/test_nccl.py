@@ -50,7 +50,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
 
 
 def test_where_the_run_has_failed_connections_are_aborted_once_and_not_destroyed(group: Group) -> None:
-    assert failure.report_error(KeyError("this device is broken"), 1, "h1") == 1
+    assert failure.report_error(KeyError("this device is broken"), 1) == 1
     assert group.aborted == 1
     assert not connection.close_connections(0.1)  # the process is to end at once
     assert group.aborted == 1
