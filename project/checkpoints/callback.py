@@ -118,6 +118,7 @@ class Checkpoints(Checkpoint):
         self._best_score: float | None = None
         self._current_score: float | None = None
         self.failed: str | None = None  # why the last one could not be written
+        self._reported = ""  # of a failure
         self.seconds: float | None = None  # that the last one took
         self.by_default = False
         """Whether the Trainer added it: it is removed if the module's `configure_callbacks` returns a checkpoint callback."""
@@ -414,8 +415,9 @@ class Checkpoints(Checkpoint):
         except Exception as error:
             self.failed = cause(error)
             newest = f"the newest good one is {self.last}" if self.last else "there is none yet"
-            level = logging.ERROR if first else logging.DEBUG
-            log.log(level, "Checkpoint %s could NOT be written: %s. Training continues; %s.", path, self.failed, newest)
+            before, self._reported = self._reported, f"{path} could NOT be written: {self.failed}"
+            level = logging.ERROR if first and self._reported != before else logging.DEBUG  # the last one is tried again
+            log.log(level, "Checkpoint %s. Training continues; %s.", self._reported, newest)
 
     def _update_last_and_best(self, path: Path, manifest: Manifest) -> None:
         """Makes a checkpoint the last one and, if its metric is better than the best so far, the best one."""

@@ -85,6 +85,8 @@ class Events(TakesMeasurements, TensorBoardLogger):
         super().__init__(folder, name="", version="")
         self._tensorboard: Any = None  # its writer
         self._hidden_from: int | None = None  # what is there from this step on is shown no more
+        self._hides_from: int | None = None  # the same, of the newest file
+        self._suffix = f".{secrets.token_hex(4)}"  # of the newest file's name
         self._failing = self._logged = False
         self._latest: deque[tuple[int, str, float]] = deque(maxlen=_LATEST)
         self._last: dict[str, tuple[int, float]] = {}
@@ -102,11 +104,11 @@ class Events(TakesMeasurements, TensorBoardLogger):
     def _writer(self) -> Any:
         """Returns a writer that works. Lightning's logger would keep one whose disk was full, and takes no step later on."""
         if self._tensorboard is None or self._tensorboard.file_writer is None:  # there is none yet, or it was closed
-            Path(self.log_dir).mkdir(parents=True, exist_ok=True)
-            hidden_from, self._hidden_from = self._hidden_from, None
             # A name that nobody can know before: it opens whatever lies there, a link, too.
-            suffix = f".{secrets.token_hex(4)}"
-            self._tensorboard = SummaryWriter(self.log_dir, purge_step=hidden_from, filename_suffix=suffix)
+            self._suffix = f".{secrets.token_hex(4)}"
+            self._hides_from, self._hidden_from = self._hidden_from, None
+            Path(self.log_dir).mkdir(parents=True, exist_ok=True)
+            self._tensorboard = SummaryWriter(self.log_dir, purge_step=self._hides_from, filename_suffix=self._suffix)
             # TensorBoard would open its file by name at each flush, and wait for a pipe that somebody puts there.
             opened: Any = open_to_append(Path((writer := self._tensorboard.file_writer.event_writer)._file_name))
             writer._async_writer._writer._writer = opened.detach()
@@ -176,12 +178,10 @@ class Events(TakesMeasurements, TensorBoardLogger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        if self._tensorboard is None or (writer := self._tensorboard.file_writer) is None:
+        if self._tensorboard is None or self._tensorboard.file_writer is None:
             return
-        file = Path(writer.event_writer._file_name)
-        self._try(lambda: self._writer().close())
-        if not self._logged and file.exists() and file.stat().st_size <= _HEAD:
-            file.unlink()  # a run that failed before its first step has nothing to show in the dashboard
+        self._try(self._tensorboard.close)
+        if not self._logged and self._remove_empty():  # a run that failed before its first step shows nothing
             self._tensorboard = None
 
     def _try(self, write: Callable[[], object]) -> None:
@@ -193,7 +193,16 @@ class Events(TakesMeasurements, TensorBoardLogger):
                 log.warning("What is measured can't be written for TensorBoard: %s. Training continues.", error)
             self._failing = True
             self._tensorboard = None  # TensorBoard's does not recover: the next attempt gets a new one
-            self._hidden_from = None
+            self._hidden_from = self._hides_from if self._remove_empty() else None
+
+    def _remove_empty(self) -> bool:
+        """Removes the newest file if it holds nothing, and returns whether there is none now."""
+        files = [*Path(self.log_dir).glob(f"events.out.tfevents.*{self._suffix}")]
+        for file in files:
+            with suppress(OSError):
+                if file.stat().st_size <= _HEAD:
+                    file.unlink()
+        return not any(file.exists() for file in files)
 
 
 def boards(trainer: Trainer) -> list[Events]:

@@ -1,5 +1,6 @@
 """What is logged is what TensorBoard shows."""
 
+import resource
 import threading
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -93,6 +94,27 @@ def test_the_errors_of_other_threads_are_still_said(tmp_path, monkeypatch):
     thread.start()
     thread.join()
     assert [str(error.exc_value) for error in errors] == ["the disk of somebody else"]
+
+
+def test_a_full_disk_leaves_no_empty_files_and_hides_what_is_repeated(tmp_path):
+    before = Events(str(tmp_path))
+    for step in range(8):
+        before.log_metrics({"train/loss": 0.0}, step=step)
+    before.finalize("success")
+    back = Events(str(tmp_path))
+    back.resume_at(5, [])
+    files, limits = {*tmp_path.iterdir()}, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        for step in (5, 5, 5):
+            back.log_metrics({"train/loss": 1.0}, step=step)
+            back.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {*tmp_path.iterdir()} == files
+    back.log_metrics({"train/loss": 2.0}, step=6)
+    back.finalize("success")
+    assert shown(tmp_path, "train/loss") == [[*((step, 0.0) for step in range(5)), (6, 2.0)]]
 
 
 def test_events_are_written_by_what_survives_a_full_disk():
