@@ -123,7 +123,8 @@ def read(folder: Path, name: str) -> Recorded:
     except FileNotFoundError:
         raise UserError(
             f"The run {name} has no {path}: it has not come to its first steps, was trained by an older version of this "
-            "project, or with trainer.fingerprints=false. HINT: train it again; a step leaves its fingerprint as it is taken."
+            "project, with trainer.fingerprints=false, or with a strategy that shards the network. HINT: train it again, with "
+            "trainer.strategy=ddp; a step leaves its fingerprint as it is taken."
         ) from None
     except OSError as error:
         raise UserError(f"{path} can't be read: {error}.") from error
