@@ -175,15 +175,24 @@ class Run:
             if checkpoints_in(checkpoints):
                 raise UserError(f"There is a run {self.folder.name} already. HINT: choose another --run, or --resume auto.")
             return None
+        lives, are_there = lives_of(self.folder / FILE), bool(checkpoints_in(checkpoints))
         checkpoint = newest_good(checkpoints, content=content, complete=True) if resume == "auto" else self._at(Path(resume))
         if resume == "auto":
             checkpoint = newest_in_memory(checkpoint and checkpoint[0]) or checkpoint
-        if checkpoint is None and start is not None and manifest_of(Path(start)).exists():
+        begins = checkpoint is None
+        if begins and start is not None and manifest_of(Path(start)).exists():
             checkpoint = self._at(Path(start))
-        if checkpoint is None and resume == "auto" and any(life.state == "finished" for life in lives_of(self.folder / FILE)):
+        if checkpoint is None and any(life.state == "finished" for life in lives):
             raise UserError(
                 f"The run {self.folder.name} has come to its end, and no checkpoint of it is left: it would begin again, among "
                 "its own results. HINT: choose another --run, or remove that folder."
+            )
+        steps = max((life.end_step for life in lives), default=0)
+        if begins and steps and not (are_there or restarts()):
+            log.warning(
+                "The run %s has taken %d steps, and there is no checkpoint in %s: it begins at its beginning. HINT: if it had "
+                "saved any, stop it and put them back there: was the folder moved, or is it not mounted?",
+                *(self.folder.name, steps, checkpoints),
             )
         if checkpoint is not None:
             if checkpoint[0].parent.absolute() not in (

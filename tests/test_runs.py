@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from project.runs import KINDS, differences, kind_of, weights
+from project.runs import KINDS, Run, differences, kind_of, weights
 from tests.conftest import ROOT, TINY
 from tests.survive.test_resume import faults
 
@@ -21,6 +21,24 @@ STOP = faults({"step": 4, "number": int(signal.SIGTERM)})
 
 def saved(folder: Path, name: str = "it") -> dict:
     return yaml.safe_load((folder / f"lightning_logs/{name}/config.yaml").read_text())
+
+
+def test_a_run_whose_checkpoints_are_gone_says_so(tmp_path, caplog):
+    """One that has taken no step says nothing; of damaged ones, another line tells."""
+    run, missing = Run(tmp_path / "it"), "The run it has taken 25 steps, and there is no checkpoint in"
+    (run.folder / "life.jsonl").write_text('{"event": "start", "time": 1, "step": 0, "ranks": 1}\n')
+    assert run.begin({}, "auto", None, None) is None
+    assert not caplog.text
+    with (run.folder / "life.jsonl").open("a") as life:
+        life.write('{"event": "stop", "time": 9, "step": 25, "state": "stopped", "why": "SIGTERM"}\n')
+    assert run.begin({}, "auto", None, None) is None
+    assert caplog.text.count(f"{missing} {run.folder}/checkpoints: it begins at its beginning. HINT:") == 1
+    caplog.clear()
+    (run.folder / "checkpoints").mkdir()
+    (run.folder / "checkpoints/step-000000024.ckpt").touch()
+    assert run.begin({}, "auto", None, None) is None
+    assert "No checkpoint is left" in caplog.text
+    assert missing not in caplog.text
 
 
 def test_every_key_stands_in_the_table(quick):
