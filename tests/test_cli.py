@@ -121,6 +121,7 @@ MISTAKES = {
     "a typo in a class": (["fit", DDP, "--data.source.trainsize=9"], "Did you mean data.source.init_args.train_size?"),
     "a typo in a verb": (["fitt", DDP], "There is no verb 'fitt'. Did you mean fit?"),
     "no config": (["fit", "--run=x"], "Nothing says how long to train. HINT: --config configs/ddp.yaml"),
+    "a run without its config": (["fit", "--run=./kept"], "kept/config.yaml, by which it would continue. HINT: put it back"),
     "a logger not installed": (["fit", DDP, "--trainer.logger=CometLogger"], "CometLogger can't be made: Requirement"),
     "a metric that nobody logs": (["fit", DDP, "--checkpoints.monitor=val_acc"], "no such metric. Did you mean val/acc?"),
     "a negative batch": (["fit", DDP, "--data.global_batch_size=-64"], "data.global_batch_size is a number of samples"),
@@ -220,6 +221,7 @@ def test_a_mistake_is_one_line_and_no_traceback(quick, tmp_path, mistake):
     (tmp_path / "circle.yaml").write_text("base: circle.yaml\n")
     (tmp_path / "text.ckpt").write_text("hello")
     (tmp_path / "short.ckpt").write_bytes(b"PK\x03\x04 and no more")
+    (tmp_path / "kept").mkdir()
     words, cause = MISTAKES[mistake]
     small = TINY if words[:2] == ["fit", DDP] else []
     run = quick(*words[:2], *small, *words[2:])

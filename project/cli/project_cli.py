@@ -169,6 +169,12 @@ class ProjectCLI(LightningCLI):
         trainer = settings.trainer
         bounded = trainer.max_epochs is not None or trainer.max_steps != -1 or trainer.max_time is not None
         if self.subcommand == "fit" and not bounded and not trainer.fast_dev_run:
+            folder = folder_of(START[0] / (trainer.default_root_dir or ""), settings.run) if settings.run else None
+            if folder is not None and folder.is_dir() and not settings.config:
+                raise UserError(
+                    f"The run {folder.name} has no {folder / 'config.yaml'}, by which it would continue. HINT: put it back, or "
+                    "name the config that the run began with by --config."
+                )
             raise UserError(
                 "Nothing says how long to train. HINT: --config configs/ddp.yaml is a config to begin with; or set "
                 "trainer.max_epochs, trainer.max_steps or trainer.max_time."
