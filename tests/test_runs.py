@@ -1,6 +1,8 @@
 """A run's identity: what may change while it goes on, what takes a word, and what makes it another run."""
 
+import errno
 import json
+import os
 import re
 import shutil
 import signal
@@ -10,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from project.errors import UserError
 from project.runs import KINDS, Run, differences, kind_of, weights
 from tests.conftest import ROOT, TINY
 from tests.survive.test_resume import faults
@@ -21,6 +24,18 @@ STOP = faults({"step": 4, "number": int(signal.SIGTERM)})
 
 def saved(folder: Path, name: str = "it") -> dict:
     return yaml.safe_load((folder / f"lightning_logs/{name}/config.yaml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("number", "hint"), [(errno.EROFS, "mount it for"), (errno.ENOSPC, "make room"), (errno.EACCES, "user")]
+)
+def test_a_folder_that_can_not_be_made_has_the_hint_of_its_cause(tmp_path, monkeypatch, number, hint):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(UserError, match=f"can't be made: .*{os.strerror(number)}.* HINT: {hint}"):
+        Run(tmp_path / "it")
 
 
 def test_a_run_whose_checkpoints_are_gone_says_so(tmp_path, caplog):
