@@ -275,6 +275,19 @@ def learned(values, tag="train/loss", **extra):
     return History("it", Path(), [Life(1e9, 0, 1, {}, 2e9, len(values), state="finished")], curves, {}, "", None)
 
 
+def test_runs_that_differ_in_their_callbacks_alone_have_columns_for_them():
+    runs, average = [learned([2.0, 1.5 + at], "val/loss") for at in range(3)], "EMAWeightAveraging"
+    for run, decay in zip(runs, (None, 0.9, 0.99), strict=True):
+        averages = [{"class_path": f"lightning.pytorch.callbacks.{average}", "init_args": {"decay": decay}}]
+        run.config["trainer"] = {"callbacks": [{"class_path": "own.Counter"}, *(averages if decay else [])]}
+    text = compared(runs, Path())
+    assert f'title="trainer.callbacks.{average}.decay"' in text
+    assert 'title="trainer.callbacks.Counter' not in text
+    assert "<h2>The sweep</h2>" in text
+    runs[0].config["trainer"] = {}
+    assert 'title="trainer.callbacks.Counter"' in compared(runs, Path())
+
+
 def test_a_run_that_learns_nothing_is_told_so():
     chance = random.Random(0)
     noise = [chance.gauss(0, 0.1) for _ in range(200)]

@@ -42,7 +42,8 @@ def compared(histories: Sequence[History], place: Path) -> str:
     every = metrics(histories)[:_METRICS]
     tags = [tag for tag in every if tag == every[0] or _has_column(tag, histories)]
     changes = differences(histories)
-    plain = {name: values for name, values in changes.items() if not any(map(_is_nested, values))}
+    by_class = [{name: _by_class(values[at]) for name, values in changes.items()} for at in range(len(histories))]
+    plain = {name: values for name, values in differing(by_class).items() if not any(map(_is_nested, values))}
     chosen = [name for name in plain if name not in _BY_RANKS][:_CHOSEN]
     x_name = "samples" if all(history.global_batch for history in histories) else "steps"
     efficiency, rates = scaling(histories), [used_rates(history) for history in histories]
@@ -56,7 +57,7 @@ def compared(histories: Sequence[History], place: Path) -> str:
             efficiency[at],
             rates[at],
             did_not_learn(history),
-            [changes[name][at] for name in chosen],
+            [plain[name][at] for name in chosen],
             [_ends(history, tag) for tag in tags],
         )
         for at, history in enumerate(histories)
@@ -95,6 +96,13 @@ def _has_column(tag: str, histories: Sequence[History]) -> bool:
     """
     by_epoch = all(f"{tag}_epoch" in history.curves for history in histories if tag in history.curves)
     return not by_epoch and len({tuple(point and point.value for point in _ends(history, tag)) for history in histories}) > 1
+
+
+def _by_class(value: object) -> object:
+    """Returns the arguments of a list of classes (callbacks, say), by their names; anything else as it is."""
+    if not (isinstance(value, list) and all(isinstance(part, dict) and "class_path" in part for part in value)):
+        return value
+    return {str(part["class_path"]).rpartition(".")[2]: part.get("init_args") or "yes" for part in value}
 
 
 def _is_nested(value: object) -> bool:
