@@ -128,8 +128,10 @@ class Run:
             )
         except OSError as error:
             wrong = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)  # another host would not help
-            denied = f"user {os.geteuid()} must be able to write there (into a container, mount a folder that it can)"
-            hint = {errno.EROFS: "mount it for writing", errno.ENOSPC: "make room there"}.get(error.errno or 0, denied)
+            user = f"user {os.geteuid()}"
+            denied = f"{user} must be able to write there (into a container, mount a folder that it can)"
+            read_only = f"mount a folder there that {user} can write"
+            hint = {errno.EROFS: read_only, errno.ENOSPC: "make room there"}.get(error.errno or 0, denied)
             raise (UserError if wrong else FaultError)(
                 f"The run's folder {folder} can't be made: {error}. HINT: {hint}, or set trainer.default_root_dir."
             ) from error

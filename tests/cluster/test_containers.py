@@ -117,7 +117,7 @@ def test_runs_that_cannot_be_written_are_one_message(container):
     assert run.code == 1
     (line,) = run.output.splitlines()
     assert "The run's folder /app/lightning_logs/it can't be made" in line
-    assert "HINT: user 1000 must be able to write there" in line
+    assert "HINT: mount a folder there that user 1000 can write" in line
 
 
 def test_a_container_is_told_to_stop_and_its_successor_goes_on(container):
