@@ -27,7 +27,7 @@ def saved(folder: Path, name: str = "it") -> dict:
 
 
 @pytest.mark.parametrize(
-    ("number", "hint"), [(errno.EROFS, "mount it for"), (errno.ENOSPC, "make room"), (errno.EACCES, "user")]
+    ("number", "hint"), [(errno.EROFS, "mount a folder"), (errno.ENOSPC, "make room"), (errno.EACCES, "user")]
 )
 def test_a_folder_that_can_not_be_made_has_the_hint_of_its_cause(tmp_path, monkeypatch, number, hint):
     def refuse(*_):
