@@ -145,7 +145,8 @@ class Checkpoints(Checkpoint):
             typed(trainer).callbacks = [callback for callback in callbacks if callback is not self]
             return
         self._folder = Path(trainer.default_root_dir) / "checkpoints"
-        self._file_writer, self._shard_writers = FileWriter(), shard_writers(trainer) if stage == "fit" else None
+        self._file_writer = FileWriter(typed(trainer).resuming.trusts_checkpoints)
+        self._shard_writers = shard_writers(trainer) if stage == "fit" else None
         if trainer.is_global_zero and stage == "fit" and self._folder.is_dir():
             clean_up(self._folder)
             for path in checkpoints_in(self._folder):

@@ -8,6 +8,7 @@ from typing import NoReturn
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.distributed.fsdp import FSDPModule
 
 from project.checkpoints.callback import Checkpoints, checkpoints_of
 from project.errors import UserError
@@ -33,9 +34,10 @@ class Monitored(Callback):
         if trainer.sanity_checking and len(trainer.num_sanity_val_batches) > 1:
             return  # of several loaders Lightning keeps nothing then
         self._validated = not trainer.sanity_checking
+        kind = type(pl_module).__bases__[-1] if isinstance(pl_module, FSDPModule) else type(pl_module)
         as_in_any = trainer.callback_metrics and not any("sanity" in name for name in trainer.callback_metrics)
         for who, name in _unknown_metrics(trainer):
-            if name.startswith("val") and trainer.sanity_checking and not type(pl_module).__module__.startswith("project."):
+            if name.startswith("val") and trainer.sanity_checking and not kind.__module__.startswith("project."):
                 if as_in_any and trainer.is_global_zero:
                     log.warning("%s If no validation logs it, the run ends after the first.", _describe(trainer, who, name))
             elif name.startswith("val"):

@@ -20,10 +20,11 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -294,7 +295,7 @@ class Resuming(_CheckpointConnector):
         if metrics := saved.get("callback_metrics"):  # sorted in the file: a rank may have logged them in another order
             saved["callback_metrics"] = {name: metrics[name] for name in [*in_order, *metrics] if name in metrics}
         if self.trainer.state.fn == "fit" and "position" in saved:
-            if "current_model_state" in saved and not callbacks_of(self.trainer, WeightAveraging):
+            if "current_model_state" in saved and not any(map(_reads_checkpoints, typed(self.trainer).callbacks)):
                 saved["state_dict"] = saved["current_model_state"]
                 log.warning(
                     "The checkpoint has averaged weights, of a callback that trainer.callbacks no longer has: training "
@@ -429,6 +430,11 @@ class Resuming(_CheckpointConnector):
             restore_schedules(self.trainer, saved, then, now)
         else:
             super().restore_lr_schedulers()
+
+
+def _reads_checkpoints(callback: Callback) -> bool:
+    """Returns whether a callback takes what it wants from a checkpoint by itself, as Lightning's WeightAveraging does."""
+    return is_overridden("on_load_checkpoint", callback, Callback) and not type(callback).__module__.startswith("project.")
 
 
 @contextmanager

@@ -180,8 +180,13 @@ def test_without_its_averages_a_run_continues_with_the_weights_that_it_trained(
 class Keeps(BoringModel):
     """Saves what only Python's pickle reads."""
 
+    loaded: object = None
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["parts"] = deque([1])
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loaded = checkpoint["parts"]
 
 
 def test_who_trusts_a_checkpoint_may_keep_anything_in_it(tmp_path: Path) -> None:
@@ -189,8 +194,9 @@ def test_who_trusts_a_checkpoint_may_keep_anything_in_it(tmp_path: Path) -> None
         fit(tmp_path / "safe", Keeps(), None)
     for steps in (4, 8):
         trainer = Trainer(default_root_dir=tmp_path, max_steps=steps, accelerator="cpu", logger=False)
-        trainer.fit(Keeps(), ckpt_path="last" if steps > 4 else None, weights_only=False)
-        assert trainer.global_step == steps
+        trainer.fit(module := Keeps(), ckpt_path="last" if steps > 4 else None, weights_only=False)
+        assert (tmp_path / f"checkpoints/step-00000000{steps}.ckpt").exists()
+    assert module.loaded == deque([1])
 
 
 def test_a_set_that_has_grown_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
