@@ -40,6 +40,7 @@ class ExactResults(Results):
         # The ranks meet at the end of a step or of an epoch, whatever was asked for; Lightning adds up what all of them have.
         self._how = {"sync_dist": True, "sync_dist_fn": None}
         self._world_size: int = trainer.world_size
+        self._trainer = trainer
         self._sums: dict[str, ExactScalar] = {}
         self._sums_before: dict[str, ExactScalar] = {}  # this step
         self._reduced: set[str] = set()  # of this epoch
@@ -152,16 +153,19 @@ class ExactResults(Results):
             self._reduced.add(key)
 
     def _gather(self, own: dict[str, _T]) -> list[dict[str, _T]]:
-        """Returns what all ranks have logged, by rank. What only others have logged gets an entry, with nothing of this one."""
-        # Of a metric of the module's `ExactMetrics` knows.
-        metas = {key: self[key].meta for key in own if self[key].is_tensor}
+        """Returns what all ranks have logged, by rank. What only others have logged gets an entry, with nothing of this one; of
+        a torchmetrics object, whose counts `ExactMetrics` brings together, that object.
+        """
+        metas = {key: metric.meta for key, metric in self.items() if key in own or not (metric.is_tensor or metric.has_reset)}
         both = all_gather_objects((own, metas), self._world_size)
         device = next((metric.device for metric in self.values()), torch.device("cpu"))
         for key, meta in {key: meta for _, metas in both for key, meta in metas.items()}.items():
             if key not in self or self[key].has_reset:
-                metric = self.setdefault(key, _ResultMetric(meta, True).to(device))
-                metric.reset()
-                metric.update(metric.value, 0)  # what changes nothing
+                name, module = meta.metric_attribute, self._trainer.lightning_module
+                metric = self.setdefault(key, _ResultMetric(meta, name is None).to(device))
+                if name is None:
+                    metric.reset()
+                metric.update(metric.value if name is None else module.get_submodule(name), 0)  # what changes nothing
                 metric._forward_cache, metric.has_reset = None, False
                 self._not_logged_since.add(key)  # this rank may log it yet
                 if _is_sum_of_epoch(metric):
@@ -193,6 +197,7 @@ class ExactResults(Results):
 
     def sums(self, ranks: DataRanks) -> Sums:
         """Returns the sums in the form of one rank's: a checkpoint does not show how many there were."""
+        self._gather(dict.fromkeys(self._keys_of_epoch()))  # each rank has an entry for what another has logged
         made = super().sums(ranks)
         for key, entry in made.items():
             entry["meta"] = {name: intern(value) if isinstance(value, str) else value for name, value in entry["meta"].items()}
