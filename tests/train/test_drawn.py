@@ -125,13 +125,13 @@ def check(seed: int, place: Path) -> str:
     if code:
         return f"on one rank exit code {code}: {output[-2000:]}"
     code, output = train(case["run"], place / "many", many)
-    if code or (found := differences(place / "many", place / "alone")):
-        return f"on {many} ranks exit code {code}: {output[-2000:]}" if code else f"on {many} ranks {found}"
+    if code or (wrong := differences(place / "many", place / "alone")):
+        return f"on {many} ranks exit code {code}: {output[-2000:]}" if code else f"on {many} ranks {wrong}"
     train(case["run"], place / "killed", many, case["kill"])
     code, output = train(case["run"], place / "killed", then, case["kill"])
-    if code or (found := differences(place / "killed", place / "alone")):
+    if code or (wrong := differences(place / "killed", place / "alone")):
         how = f"killed on {many} ranks ({case['kill']}), resumed on {then}"
-        return f"{how}, exit code {code}: {output[-2000:]}" if code else f"{how}: {found}"
+        return f"{how}, exit code {code}: {output[-2000:]}" if code else f"{how}: {wrong}"
     return ""
 
 
