@@ -178,11 +178,12 @@ class Run:
             if checkpoints_in(checkpoints):
                 raise UserError(f"There is a run {self.folder.name} already. HINT: choose another --run, or --resume auto.")
             return None
-        lives, are_there = lives_of(self.folder / FILE), bool(checkpoints_in(checkpoints))
+        are_there = bool(checkpoints_in(checkpoints))
         checkpoint = newest_good(checkpoints, content=content, complete=True) if resume == "auto" else self._at(Path(resume))
         if resume == "auto":
             checkpoint = newest_in_memory(checkpoint and checkpoint[0]) or checkpoint
         begins = checkpoint is None
+        lives = lives_of(self.folder / FILE) if begins else []
         if begins and start is not None and manifest_of(Path(start)).exists():
             checkpoint = self._at(Path(start))
         if checkpoint is None and any(life.state == "finished" for life in lives):

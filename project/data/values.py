@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.quasirandom import SobolEngine
@@ -55,10 +56,13 @@ def is_of_a_library(kind: type | FunctionType) -> bool:
 
 
 def users_class(kind: type) -> type:
-    """Returns the user's layer of which a library has made this class of layers; of any other class, the class itself."""
+    """Returns the user's layer of which a library has made this class of layers, or the library's layer of which torch has made
+    a sharded one; of any other class, the class itself.
+    """
     if not issubclass(kind, nn.Module):
         return kind
-    return next((base for base in kind.__mro__ if not is_in_a_library(str(base.__module__))), kind)
+    own = kind.__mro__[kind.__mro__.index(FSDPModule) + 1] if issubclass(kind, FSDPModule) else kind
+    return next((base for base in kind.__mro__ if not is_in_a_library(str(base.__module__))), own)
 
 
 def is_in_a_library(module: str) -> bool:

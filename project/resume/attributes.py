@@ -285,7 +285,7 @@ def _layers(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:
     for path, part in module.named_modules():
         kind = type(part)
         if is_of_a_library(kind) and not isinstance(part, (Metric, LazyModuleMixin)):  # whose first batch makes it another
-            yield _name(module, path), {"settings": f"{kind.__name__.removeprefix('FSDP')}({part.extra_repr()})"}
+            yield _name(module, path), {"settings": f"{users_class(kind).__name__}({part.extra_repr()})"}
 
 
 def _attached(trainer: Trainer) -> Iterator[tuple[str, Mapping[str, object]]]:

@@ -166,18 +166,17 @@ class Resuming(_CheckpointConnector):
         for part in ("hyper_parameters", "datamodule_hyper_parameters"):
             if part not in checkpoint:
                 continue
-            kept = without_secrets(checkpoint[part], masked)
-            if isinstance(kept, dict) and not self.trusts_checkpoints:  # a choice by name: its value makes it again
-                choices = {name: value for name, value in kept.items() if isinstance(value, Enum)}
-                plain = {name: value.value for name, value in choices.items() if isinstance(value, (str, int))}
-                kept = {**kept, **plain} if plain else kept
-            checkpoint[part] = kept
-            if not isinstance(kept, dict):
+            checkpoint[part] = kept = without_secrets(checkpoint[part], masked)
+            if self.trusts_checkpoints or not isinstance(kept, dict):
                 continue
-            if is_first and not self.trusts_checkpoints:
-                unreadable |= {(part, name): f"(not saved: {kind})" for name, kind in unreadable_items(kept).items()}
-            if texts := {name: text for (of, name), text in unreadable.items() if of == part and name in kept}:
-                checkpoint[part] = {**kept, **texts}
+            choices = {name: value for name, value in kept.items() if isinstance(value, Enum)}
+            plain = {name: value.value for name, value in choices.items() if isinstance(value, (str, int))}  # makes it again
+            if is_first:
+                items = unreadable_items({**kept, **plain})
+                unreadable |= {(part, name): f"(not saved: {kind})" for name, kind in items.items()}
+            texts = {name: text for (of, name), text in unreadable.items() if of == part and name in kept}
+            if plain or texts:
+                checkpoint[part] = {**kept, **plain, **texts}
         if not (is_first and self.trainer.is_global_zero):
             return
         for names, text in ((masked, MASK), (sorted({name for _, name in unreadable}), "(not saved: ...)")):

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from project.cluster.environment import limits
 from project.cluster.group import Group
 from project.cluster.memory import keep_freed_memory
+from project.data.values import users_class
 from project.errors import UserError
 from project.parts import Stored
 from project.sharded.blocks import Named, blocks_of
@@ -198,7 +199,7 @@ class Sharded(ByDataRanks):
             self._replaced.give_attributes(self.model)
             for average in averaged:
                 self._shard_network(average.module, plan)
-            kinds, here = sorted({type(block).__name__.removeprefix("FSDP") for _, block in blocks}), self.data_ranks
+            kinds, here = sorted({users_class(type(block)).__name__ for _, block in blocks}), self.data_ranks
             ranks = f"{self.world_size} ranks"
             if self._shared_layers:
                 ranks += f" ({here.count} x {here.shared_by} tensor parallel)"

@@ -17,7 +17,6 @@ from zlib import crc32
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from project.data.dealing import (
@@ -30,6 +29,7 @@ from project.data.dealing import (
     warn_of_draws,
 )
 from project.data.order import chance
+from project.data.values import users_class
 from project.errors import UserError
 from project.step.evaluated import arriving_key, begin_evaluated_micro_batch
 from project.step.state import ends_step, micro_batch, step_state
@@ -134,10 +134,8 @@ class Moments:
     @contextmanager
     def _seed_hook(self, profile: Profile, action: str, hook: str) -> Iterator[object]:
         """Seeds the generators for a hook, and notes their states when it ends."""
-        module = self._trainer.lightning_module
-        if isinstance(module, FSDPModule):  # of a class that torch has made where several ranks share the network
-            kind = type(module).__name__
-            action = action.replace(f"]{kind}.", f"]{kind.removeprefix('FSDP')}.", 1)
+        kind = type(self._trainer.lightning_module)  # torch makes another one where several ranks share the network
+        action = action.replace(f"]{kind.__name__}.", f"]{users_class(kind).__name__}.", 1)
         self._check_draws(action)
         # Within another moment, as when a checkpoint is saved in the middle of a step, that one goes on as if nothing were.
         with chance_kept() if self._depth else nullcontext():
