@@ -47,7 +47,7 @@ _MISPLACED = {None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errn
 """The errors of a file that is not what was written there. All others come from the disk, the network or this process."""
 _OPENED: dict[Path, Parted] = {}
 """The state in memory that rank 0 has found to be readable, until it reads it."""
-_SWITCHES = ("epoch_over", "validation_due", "begun")  # of a position; the rest of it are counts
+_SWITCHES = ("epoch_over", "validation_due", "begun", "schedules_due")  # of a position; the rest of it are counts
 
 
 class Content(TypedDict, total=False):

@@ -305,9 +305,10 @@ class Resuming(_CheckpointConnector):
                 if not (self._takes_newest or typed(self.trainer).configuration):  # the command line has done that
                     set_aside_later(at.global_step, Path(self.trainer.default_root_dir, "checkpoints"))
                 first, logged = min(at.global_step, at.logged_steps), manifest.get("logged")
+                step_end_due = at.validation_due or at.schedules_due
                 if logged is None:  # another callback's checkpoint does not keep those of its step
-                    first += 1 + at.validation_due
-                resume_loggers(self.trainer.loggers, first, logged or (), starts_again=not at.validation_due)
+                    first += 1 + step_end_due
+                resume_loggers(self.trainer.loggers, first, logged or (), starts_again=not step_end_due)
         states, ranks = saved.get("states_of_ranks"), data_ranks(self.trainer)
         if states and len(states) == ranks.count:
             saved.update(states[ranks.rank] or {})

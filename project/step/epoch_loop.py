@@ -48,6 +48,8 @@ class EpochLoop(_TrainingEpochLoop):
     """The run resumes within the epoch."""
     _validation_due = False
     """The run resumes with the validation that follows the last step."""
+    _schedules_due = False
+    """The run resumes with the schedules that go by a metric, which follow the last step."""
     _out_of_time: bool | None = None
     metric_states: States | None = None
     """The states of torchmetrics, in an epoch that the run resumes."""
@@ -70,6 +72,7 @@ class EpochLoop(_TrainingEpochLoop):
     def on_load_checkpoint(self, state_dict: StateDict) -> None:
         super().on_load_checkpoint(state_dict)
         self._validation_due = state_dict.get("validation_due", False)
+        self._schedules_due = state_dict.get("schedules_due", False)
 
     def reset(self) -> None:
         """Resets the counters at the start of an epoch, but not where the run resumes within one."""
@@ -90,7 +93,7 @@ class EpochLoop(_TrainingEpochLoop):
         """Returns whether to validate now, as Lightning does, but a stop within a step or for time brings none forward."""
         if self._validation_due:
             return True
-        if not self._has_validation:
+        if not self._has_validation or self._schedules_due:
             return False
         if self.trainer.should_stop and (self.accumulates() or self.is_out_of_time()):
             # Lightning would validate before it stops. But a step is finished first; and where the time is over is chance,
@@ -130,7 +133,7 @@ class EpochLoop(_TrainingEpochLoop):
         """Returns whether the loop ends: a request to stop within a step takes effect after that step, and after the validation
         that follows it.
         """
-        return not self._validation_due and super().done and not (self.trainer.should_stop and self.accumulates())
+        return not (self._validation_due or self._schedules_due) and super().done and not (self.trainer.should_stop and self.accumulates())
 
     def ends_epoch(self, coming: int = 0) -> bool:
         """Returns whether the micro-batch at hand is the last of its epoch; the next one, where `coming` is 1."""
@@ -157,7 +160,7 @@ class EpochLoop(_TrainingEpochLoop):
             self._results.discard_skipped_step()
             self._results.keep_values_of_step()
         super().on_advance_end(data_fetcher)
-        self._validation_due = False
+        self._validation_due = self._schedules_due = False
 
     # Counters and schedules -------------------------------------------------------------------------------------------
 

@@ -117,10 +117,10 @@ class Steps(EpochLoop):
         return fetched
 
     def advance(self, data_fetcher: Fetcher) -> None:
-        """Trains on one micro-batch, by our own loop or, where it does not apply, by Lightning's. Does nothing where only a
-        validation is due.
+        """Trains on one micro-batch, by our own loop or, where it does not apply, by Lightning's. Does nothing where only what
+        follows the last step is due.
         """
-        if self._validation_due:
+        if self._validation_due or self._schedules_due:
             return  # what follows is `on_advance_end`
         if self._module_fetches_batches:
             self._begin_step()

@@ -58,6 +58,8 @@ class Position:
     validation_due: bool = False
     begun: bool = False
     """The hooks at the start of this epoch have been called."""
+    schedules_due: bool = False
+    """Saved after a step, but before the schedules that go by a metric have moved."""
 
     def state_dict(self) -> dict[str, int]:
         return asdict(self)
@@ -95,7 +97,9 @@ def position(trainer: Trainer) -> Position:
     # The step is done, but for what follows that hook: its validation, and that it is counted.
     fetcher: Fetcher = loop._data_fetcher
     due = bool(trainer.validating) or (at_its_end and loop.epoch_loop._should_check_val_fx(fetcher))
-    if at_its_end and not due and batches.started % many == 0:
+    plateaus = any(config.reduce_on_plateau and config.interval == "step" for config in trainer.lr_scheduler_configs)
+    schedules_due = at_its_end and not due and batches.started % many == 0 and plateaus
+    if at_its_end and not due and not schedules_due and batches.started % many == 0:
         logged += 1
     # A loader that does not know its length says at its last batch that it is that; from the start of this batch on.
     last = progress.is_last_batch and batches.started == batches.ready
@@ -104,7 +108,7 @@ def position(trainer: Trainer) -> Position:
     if epochs.processed < epochs.ready or step == 0:
         begun = epochs.started > epochs.processed
         at = epochs.processed, step, trainer.global_step, micro_batches, total, logged
-        return Position(*at, epoch_over=over, validation_due=due, begun=begun)
+        return Position(*at, epoch_over=over, validation_due=due, begun=begun, schedules_due=schedules_due)
     if over:
         return Position(epochs.processed, 0, trainer.global_step, 0, total, logged)
     # max_steps was reached inside an epoch: Lightning counts it as processed, and a longer run resumes within it.
@@ -149,7 +153,8 @@ def set_counters(fit_loop: StateDict, at: Position, ranks: int) -> None:
         counters["ready"] = counters["started"] = at.epoch + int(begun)
         counters["processed"] = counters["completed"] = at.epoch
 
-    fit_loop["epoch_loop.state_dict"].update(validation_due=at.validation_due, _batches_that_stepped=at.logged_steps)
+    due = {"validation_due": at.validation_due, "schedules_due": at.schedules_due}
+    fit_loop["epoch_loop.state_dict"].update(due, _batches_that_stepped=at.logged_steps)
     validation = fit_loop["epoch_loop.val_loop.batch_progress"]  # it begins at its beginning
     for counters in (validation["total"], validation["current"]):
         counters.update(ready=0, started=0, processed=0, completed=0)

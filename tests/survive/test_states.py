@@ -1543,6 +1543,34 @@ def test_a_run_of_so_many_steps_that_resumes_leaves_nothing_out(tmp_path: Path, 
     assert logged == [18] * 3
 
 
+class ReducedBySteps(Reduced):
+    """Reduces the rate after a step, by what it has logged."""
+
+    def configure_optimizers(self) -> Any:
+        made = super().configure_optimizers()
+        return made | {"lr_scheduler": made["lr_scheduler"] | {"interval": "step", "monitor": "loss"}}
+
+
+class OnSlowPathBySteps(OnSlowPath, ReducedBySteps):
+    pass
+
+
+@pytest.mark.parametrize("kind", [ReducedBySteps, OnSlowPathBySteps])
+def test_a_checkpoint_within_a_step_has_its_schedules_due(tmp_path: Path, kind: type[Reduced]) -> None:
+    """Lightning's ModelCheckpoint saves a step before the schedules that go by a metric have moved."""
+
+    def ends(folder: str, resume: Path | bool = False) -> Any:
+        saves = ModelCheckpoint(tmp_path / folder / "kept", save_top_k=-1, every_n_train_steps=1)
+        trainer = fit(tmp_path / folder, module := kind(), points(), steps=9, resume=resume, callbacks=[saves])
+        groups = trainer.optimizers[0].param_groups
+        return groups[0]["lr"], trainer.fit_loop.epoch_loop._batches_that_stepped, module.state_dict()
+
+    whole = ends("whole")
+    assert whole[0] < 0.01
+    for file in (tmp_path / "whole/kept").glob("*step=[1-8].ckpt"):
+        assert same(ends(file.stem, file), whole), file.name
+
+
 class Together(Regression):
     """Learns from two loaders at once, of which one may have ended."""
 
