@@ -404,6 +404,8 @@ class Logs(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         pl_module.log("it/loss", outputs["loss"])
+        if trainer.is_global_zero:
+            pl_module.log("it/first", outputs["loss"], on_step=False, on_epoch=True, rank_zero_only=True)
 
 
 class Watcher(Callback):

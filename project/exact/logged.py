@@ -202,13 +202,13 @@ class ExactResults(Results):
         for key, entry in made.items():
             entry["meta"] = {name: intern(value) if isinstance(value, str) else value for name, value in entry["meta"].items()}
             if key in self._sums and _is_reduced_over_epoch(self[key]):
-                parts = [part for value, _ in entry["ranks"] for part in value.tolist()]
-                samples = torch.stack([count for _, count in entry["ranks"]]).sum()
+                parts = [part for value, _ in filter(None, entry["ranks"]) for part in value.tolist()]
+                samples = torch.stack([count for _, count in filter(None, entry["ranks"])]).sum()
                 entry["ranks"] = [(torch.tensor(canonical_parts(parts), dtype=torch.float64), samples)]
-            elif entry["ranks"]:
+            elif known := [*filter(None, entry["ranks"])]:
                 how = {"max": torch.amax, "min": torch.amin}.get(entry["meta"]["reduce_fx"])
-                values = torch.stack([value for value, _ in entry["ranks"]])
-                entry["ranks"] = [(values[0] if how is None else how(values, 0), entry["ranks"][0][1])]
+                values = torch.stack([value for value, _ in known])
+                entry["ranks"] = [(values[0] if how is None else how(values, 0), known[0][1])]
         return dict(sorted(made.items()))  # a rank may have met with them in another order
 
     def _sum_of_this_rank(self, key: str) -> Tensor:
@@ -217,7 +217,7 @@ class ExactResults(Results):
         return super()._sum_of_this_rank(key)
 
     def _restored_sum(self, key: str, sums: Sums, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-        of_ranks, how = sums[key]["ranks"], sums[key]["meta"]["reduce_fx"]
+        of_ranks, how = [*filter(None, sums[key]["ranks"])], sums[key]["meta"]["reduce_fx"]
         if how not in ("mean", "sum") or _hook_name(sums[key]["meta"]["fx"]) not in OF_MICRO_BATCH:
             value, samples = of_ranks[0]  # the same on all ranks
             return value.sum(), samples

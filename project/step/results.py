@@ -34,9 +34,9 @@ class Sum(TypedDict):
     meta: StateDict
     """The arguments of `self.log`."""
     sync: Sync
-    ranks: list[tuple[Tensor, Tensor]]
-    """Of each rank the sum, or largest or smallest value, and the number of samples in it; none of a torchmetrics object, which
-    counts for itself.
+    ranks: list[tuple[Tensor, Tensor] | None]
+    """Of each rank the sum, or largest or smallest value, and the number of samples in it; None of a rank that has not logged it,
+    and an empty list of a torchmetrics object, which counts for itself.
     """
 
 
@@ -265,15 +265,16 @@ class Results(_ResultCollection):
             own[key] = self._sum_of_this_rank(key), samples.cpu()
         by_rank = ranks.all_gather_objects(own)
         made: Sums = {}
-        for key in own:
-            if all(key in of_rank for of_rank in by_rank):
-                result: _ResultMetric = self[key]
-                meta = result.meta
-                made[key] = {
-                    "meta": {**{name: getattr(meta, name) for name in _META}, "reduce_fx": meta.reduce_fx.__name__},
-                    "sync": {"should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
-                    "ranks": [sum_ for of_rank in by_rank if (sum_ := of_rank[key]) is not None],
-                }
+        for key, of_this_rank in own.items():
+            if of_this_rank is None and not all(key in of_rank for of_rank in by_rank):
+                continue  # an object that other ranks have not logged
+            result: _ResultMetric = self[key]
+            meta = result.meta
+            made[key] = {
+                "meta": {**{name: getattr(meta, name) for name in _META}, "reduce_fx": meta.reduce_fx.__name__},
+                "sync": {"should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
+                "ranks": [] if of_this_rank is None else [of_rank.get(key) for of_rank in by_rank],
+            }
         return made
 
     def _sum_of_this_rank(self, key: str) -> Tensor:
@@ -297,6 +298,8 @@ class Results(_ResultCollection):
             meta = dict(entry["meta"])
             if not entry["ranks"] and meta["metric_attribute"] not in objects:
                 continue  # the module has no such metric any more
+            if None in entry["ranks"] and (entry["ranks"][rank] is None if len(entry["ranks"]) == ranks else rank > 0):
+                continue  # this rank has not logged it yet
             self.pop(key, None)  # of an earlier fit
             fx, name = meta.pop("fx"), meta.pop("name")
             # As when it was logged for the first time, but without that value, which the ranks need not meet for.
@@ -318,15 +321,14 @@ class Results(_ResultCollection):
     def _restored_sum(self, key: str, sums: Sums, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
         """Returns what this rank resumes with: a value of the epoch so far, and the number of samples in it."""
         of_ranks, how = sums[key]["ranks"], sums[key]["meta"]["reduce_fx"]
-        of_ranks = [(value.sum(), count) for value, count in of_ranks]
-        if len(of_ranks) == ranks:
-            value, samples = of_ranks[rank]
-            return value, samples
+        if len(of_ranks) == ranks and (own := of_ranks[rank]) is not None:
+            return own[0].sum(), own[1]
+        known = [(entry[0].sum(), entry[1]) for entry in of_ranks if entry is not None]
         if how == "mean" and sums[key]["meta"]["fx"] not in OF_MICRO_BATCH:  # each rank has counted each step
-            values, counts = (torch.stack(parts).double().mean(0) for parts in zip(*of_ranks, strict=True))
+            values, counts = (torch.stack(parts).double().mean(0) for parts in zip(*known, strict=True))
             return values, counts
         reduce = {"max": torch.amax, "min": torch.amin}.get(how, torch.sum)
-        value, samples = (reduce(torch.stack(parts), 0) for parts in zip(*of_ranks, strict=True))
+        value, samples = (reduce(torch.stack(parts), 0) for parts in zip(*known, strict=True))
         if rank and reduce is torch.sum:
             value, samples = torch.zeros_like(value), torch.zeros_like(samples)
         return value, samples
