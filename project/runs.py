@@ -24,6 +24,7 @@ from project.checkpoints.reading import (
     Manifest,
     check_complete,
     checkpoints_in,
+    is_url,
     manifest_of,
     memory_folder,
     new_folder,
@@ -340,6 +341,16 @@ def folder_of_trainer(launch: Launch) -> Path:
         stem = f"run-{launch.name or _program_started()}"
     number = next(_TRAINERS)
     return Path(RUNS, stem if number == 1 else f"{stem}-{number}").absolute()
+
+
+def refuse_url(folder: str | Path | None) -> None:
+    """Raises a UserError for a run's folder that is a URL: as a path it would be a new folder of this host."""
+    if is_url(folder):
+        raise UserError(
+            f"trainer.default_root_dir={folder}: a run's folder is on a file system that all hosts see, not at a URL. HINT: "
+            "take a folder. A ModelCheckpoint(dirpath=URL) in trainer.callbacks saves there, too, and "
+            "Trainer.fit(ckpt_path=URL) resumes from its files."
+        )
 
 
 @cache

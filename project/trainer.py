@@ -46,7 +46,7 @@ from project.launch.launcher import detect
 from project.resume.checkpoint import Resuming
 from project.resume.stopping import NotesWhoStops
 from project.run_folders import FolderOfRun, loggers_in, newest_folder
-from project.runs import folder_of_trainer, weights
+from project.runs import folder_of_trainer, refuse_url, weights
 from project.sharded.gradients import ShardedGradients
 from project.sharded.strategy import Sharded
 from project.step.capture import Capture
@@ -157,6 +157,7 @@ class Trainer(NotesWhoStops, FolderOfRun):
         precision_, gradient_compression = resolve_precision(precision, gradient_compression, exact, accelerator)
         if capture != "none" and on_cpu(accelerator):
             log.info("trainer.capture=%s does nothing: there is no GPU", capture)
+        refuse_url(default_root_dir)
         self.given_folder = default_root_dir or folder_of_trainer(launch)
         default_root_dir = newest_folder(self.given_folder)
         self.exact, self._threads = exact, threads or (1 if exact else None)

@@ -4,6 +4,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,6 +130,16 @@ def test_a_run_without_a_folder_gets_one_of_its_own(tmp_path, monkeypatch):
     assert len(folders) == 3
     assert all((folder / "checkpoints/step-000000004.ckpt").is_file() for folder in folders)
     assert [path.name for path in tmp_path.iterdir()] == ["lightning_logs"]
+
+
+@pytest.mark.parametrize("folder", ["s3://bucket/run", "simplecache::gs://bucket/run", Path("memory://run")])
+def test_a_folder_at_a_url_is_refused(tmp_path, monkeypatch, folder):
+    """As a path it would be one of this host, which a pod loses."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="not at a URL"):
+        Trainer(default_root_dir=folder, accelerator="cpu")
+    assert not [*tmp_path.iterdir()]
+    Trainer(default_root_dir=tmp_path / "C:run", accelerator="cpu")
 
 
 def test_last_is_the_newest_checkpoint_of_the_folder(tmp_path, caplog):

@@ -96,6 +96,11 @@ def written_in(folder: Path) -> list[Path]:
     return [path for path in folder.glob("step-*") if _WRITTEN.match(path.name)]
 
 
+def is_url(path: str | Path | None) -> bool:
+    """Returns whether a path is a URL, which fsspec reads; a `Path` of one has lost a slash."""
+    return re.match(r"[a-zA-Z][\w.+:-]+:/", str(path or "")) is not None
+
+
 def new_folder(folder: Path) -> Path:
     """Makes a folder of this name, or with a number after it, and returns it: making it is what takes the name."""
     for path in (folder, *(folder.with_name(f"{folder.name}-{number}") for number in range(2, _FOLDERS))):

@@ -45,7 +45,7 @@ from project.launch.manifest import command
 from project.masking import masked
 from project.model import ImageClassifier
 from project.resume.changes import ChangedSettings
-from project.runs import Run, open_beside, open_run, run_of, saved_config, weights
+from project.runs import Run, open_beside, open_run, refuse_url, run_of, saved_config, weights
 from project.sharded.meta_build import build_once
 from project.step.measurements import resume_loggers
 from project.step.supported_strategies import refuse_ranks_in_process
@@ -253,6 +253,7 @@ class ProjectCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         settings = self.config[self.subcommand]
+        refuse_url(settings.trainer.default_root_dir)
         root = START[0] / (settings.trainer.default_root_dir or "")  # a module's __init__ may have changed the directory
         self.folder = root / RUNS
         launch = detect()

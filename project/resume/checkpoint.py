@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from project.checkpoints.callback import checkpoints_of
 from project.checkpoints.exchange import bring_parts, has_all_parts
-from project.checkpoints.reading import SafeCheckpointIO, memory_folder, newest_good, set_aside_later, whole_manifest
+from project.checkpoints.reading import SafeCheckpointIO, is_url, memory_folder, newest_good, set_aside_later, whole_manifest
 from project.checkpoints.writing import check, unreadable_items
 from project.cluster import shared_folder
 from project.errors import FaultError, UserError
@@ -259,7 +259,7 @@ class Resuming(_CheckpointConnector):
             slice_of = strategy.slice_of if strategy.is_sharded else lambda stored: stored.read()
             here = bring_parts(Path(path), trainer.global_rank, trainer.local_rank, slice_of)
             super().resume_start(here, weights_only)
-        elif trainer.num_nodes == 1:
+        elif trainer.num_nodes == 1 or is_url(path):
             super().resume_start(path, weights_only)
         elif trainer.shared_folder and not in_memory:
             gather = partial(all_gather_objects, ranks=trainer.world_size)

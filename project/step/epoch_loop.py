@@ -133,7 +133,9 @@ class EpochLoop(_TrainingEpochLoop):
         """Returns whether the loop ends: a request to stop within a step takes effect after that step, and after the validation
         that follows it.
         """
-        return not (self._validation_due or self._schedules_due) and super().done and not (self.trainer.should_stop and self.accumulates())
+        if self._validation_due or self._schedules_due or (self.trainer.should_stop and self.accumulates()):
+            return False
+        return super().done
 
     def ends_epoch(self, coming: int = 0) -> bool:
         """Returns whether the micro-batch at hand is the last of its epoch; the next one, where `coming` is 1."""

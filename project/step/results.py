@@ -35,8 +35,8 @@ class Sum(TypedDict):
     """The arguments of `self.log`."""
     sync: Sync
     ranks: list[tuple[Tensor, Tensor] | None]
-    """Of each rank the sum, or largest or smallest value, and the number of samples in it; None of a rank that has not logged it,
-    and an empty list of a torchmetrics object, which counts for itself.
+    """Of each rank the sum, or largest or smallest value, and the number of samples in it; None of a rank that has not logged
+    it. Empty of a torchmetrics object, which counts for itself.
     """
 
 
