@@ -14,13 +14,15 @@ import torch
 from lightning.fabric.plugins.environments import KubeflowEnvironment, LightningEnvironment, SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, RandomDataset
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 
 from project import Trainer
 from project.errors import NonFiniteError, UserError
 from project.survive.requeue import REQUEUE
+from project.watch.history import lives_of
 from project.watch.progress import Progress
 from tests.own import Points, PointsData
 
@@ -164,6 +166,27 @@ def test_a_checkpoint_of_lightnings_own_trainer_goes_on_within_an_epoch(tmp_path
         rows = (tmp_path / kind.__module__ / "metrics.csv").read_text().splitlines()[1:]
         steps.append([int(row.split(",")[1]) for row in rows])
     assert steps == [[*range(8)], [*range(4, 8)]]
+
+
+def test_a_command_line_of_ones_own(tmp_path, monkeypatch):
+    """`trainer_class` is all that changes: it has this Trainer's arguments, and resumes its runs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(
+        "trainer: {accelerator: cpu, exact: true, global_batch_size: 4, limit_train_batches: 3, limit_val_batches: 1, "
+        "default_root_dir: run, enable_progress_bar: false}\n"
+    )
+
+    def steps(*words):
+        args = ["fit", "--config=run.yaml", *words]
+        made = LightningCLI(
+            BoringModel, BoringDataModule, trainer_class=Trainer, args=args, save_config_kwargs={"overwrite": True}
+        )
+        return made.trainer.global_step
+
+    assert steps("--trainer.max_epochs=1") == 3
+    assert steps("--trainer.max_epochs=2", "--ckpt_path=last") == 6
+    assert (tmp_path / "run/checkpoints/step-000000006.ckpt").exists()
+    assert [life.step for life in lives_of(tmp_path / "run/life.jsonl")] == [0, 3]
 
 
 def test_settings_of_the_environment(tmp_path, monkeypatch):
