@@ -1,10 +1,11 @@
 """Batch norm's running statistics, moved once a step by the mean over all its micro-batches, on whatever ranks they were.
 
 PyTorch moves them at every forward pass, each rank by its own micro-batches, and DDP keeps rank 0's: they would depend on
-the number of ranks and on accumulation. Here each layer is given other buffers for the time of a forward pass in training,
-which gather the mean over this rank's micro-batches; one small all-reduce, which travels during the backward pass, makes it
-the mean over all, and the layer's own momentum is applied to that. Whoever looks at the layer at any other moment (a hook, an
-average of the weights, a checkpoint) sees the running statistics, and nothing else.
+the number of ranks and on accumulation. Here each layer is given other buffers while it computes in training, which gather
+the mean over this rank's micro-batches; one small all-reduce, which travels during the backward pass, makes it the mean over
+all, and the layer's own momentum is applied to that. Whoever looks at the layer at any other moment (`training_step` in its
+evaluation mode, a hook, an average of the weights, a copy, a checkpoint) sees the running statistics, and nothing else. Where
+torch.compile has translated layers, which would translate hooks, too, they have the other buffers throughout `training_step`.
 
 A forward pass that the backward pass takes again (`torch.utils.checkpoint`) gathers nothing: it was counted the first time.
 A layer whose own `forward` goes by its running statistics in training (batch renorm) is left alone.
@@ -19,8 +20,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from project.exact.sums import WideSum, sum_from_coarsest
 from project.step.batch_norm_layers import batch_norms, compiled_modules
@@ -59,19 +62,33 @@ class _Layer:
     def __init__(self, norm: _BatchNorm, compiled: bool, mean: Tensor, var: Tensor) -> None:
         self.norm, self.mean, self.var = norm, mean, var
         self._counter = None if compiled else _PassCounter.create(self._keep_pass)
+        self._running_mean = norm.running_mean
         self._own: dict[str, Tensor | None] | None = None  # while it has others
         self._momentum: float | None = None
         self._scratch: tuple[Tensor | None, ...] = ()  # where a pass that is taken again writes
         self._earlier: list[tuple[Tensor, Tensor]] = []
-        self.passes = 0
+        self._has_gathered = False
 
-    def _lend(self, *others: Tensor | None) -> None:
-        """Gives the layer other buffers. A layer that does not train keeps its own, which it computes with."""
+    def begin_forward(self) -> None:
+        self._earlier, self._has_gathered, self._running_mean = [], False, self.norm.running_mean
+        if self._counter is not None:
+            self._counter.number = 0
+
+    def lend(self, again: bool) -> None:
+        """Gives the layer other buffers. `again`: those that are never read, for a pass that was counted the first time.
+
+        A layer that does not train computes with its own, and one in torch.func.functional_call may have the user's.
+        """
         norm = self.norm
-        if not norm.training:
+        if not norm.training or (self._own is None and norm.running_mean is not self._running_mean):
             return
         if self._own is None:
             self._own, self._momentum = {name: norm._buffers[name] for name in _BUFFERS}, norm.momentum
+        if again and not self._scratch:
+            counter = None if self._counter is None else _PassCounter.create(lambda: None)
+            self._scratch = self.mean.clone(), self.var.clone(), counter
+        others = self._scratch if again else (self.mean, self.var, self._counter)
+        self._has_gathered |= not again
         norm._buffers.update(zip(_BUFFERS, others, strict=True))
         norm.momentum = 1.0  # always the same: torch.compile translates the layer anew for another
 
@@ -82,35 +99,14 @@ class _Layer:
             self.norm.momentum = self._momentum
             self._own = None
 
-    def begin_forward(self) -> None:
-        self._earlier = []
-        if self._counter is not None:
-            self._counter.number = 0
-        self._lend(self.mean, self.var, self._counter)
-
     def _keep_pass(self) -> None:
         """Keeps the mean and the variance of a pass before the next pass overwrites them."""
         self._earlier.append((self.mean.clone(), self.var.clone()))
 
-    def end_forward(self) -> int:
-        """Returns how many passes went through the layer."""
-        # Nobody counts in a translated layer.
-        self.passes = 0 if self._own is None else 1 if self._counter is None else self._counter.number
-        self.return_buffers()
-        return self.passes
-
-    def begin_backward(self) -> None:
-        """Diverts statistics that a backward pass computes again to a buffer that is never read: they are counted already."""
-        if not self._scratch:
-            counter = None if self._counter is None else _PassCounter.create(lambda: None)
-            self._scratch = self.mean.clone(), self.var.clone(), counter
-        self._lend(*self._scratch)
-
-    def end_backward(self, within_forward: bool) -> None:
-        if within_forward:  # of a module that steps by itself
-            self._lend(self.mean, self.var, self._counter)
-        else:
-            self.return_buffers()
+    @property
+    def passes(self) -> int:
+        """Returns how many passes went through the layer; nobody counts in a translated one."""
+        return int(self._has_gathered) if self._counter is None else self._counter.number
 
     def sums(self) -> list[Tensor]:
         """Returns the sums of means and of variances over these passes, as new tensors: the backward pass needs the buffers."""
@@ -139,7 +135,10 @@ class StepStatistics(Callback):
         self._gathered: list[Tensor] = []  # the layers' other buffers, side by side in memory; one tensor for each dtype
         self._number = 0  # of the micro-batch within its step
         self._steps = 0  # taken before this one
-        self._in_forward = False
+        self._in_forward = self._in_backward = False
+        self._of_norm: dict[nn.Module, _Layer] = {}
+        self._hooks: list[RemovableHandle] = []  # on all modules: a hook of a layer would be copied with it
+        self._throughout = False  # layers are translated
         self._sum = torch.zeros(0)  # over the forward passes of this step, on this rank; then each layer's number of passes
         self._passes: dict[tuple[int, ...], Tensor] = {}  # numbers that are on the device already
         self._momenta: dict[tuple[float | None, ...], Tensor] = {}  # likewise; kept as long as the fit: a graph may read it
@@ -168,6 +167,7 @@ class StepStatistics(Callback):
             others = iter(self._gathered[-1].split(sizes))
             self._sizes += sizes
             self._layers += [_Layer(norm, norm in translated, next(others), next(others)) for norm in norms]
+        self._of_norm, self._throughout = {layer.norm: layer for layer in self._layers}, not translated.isdisjoint(self._norms)
         device = self._gathered[0].device
         self._sum = torch.zeros(sum(self._sizes) + len(self._norms), device=device, dtype=reduce(torch.promote_types, kinds))
         self._passes, self._momenta = {}, {}
@@ -189,30 +189,60 @@ class StepStatistics(Callback):
 
     def _forward(self, trainer: Trainer, training_step: Callable[..., T], *args: object, **kwargs: object) -> T:
         """Computes the forward pass of a micro-batch."""
-        self._in_forward = True
+        self._in_forward, self._in_backward = True, False
         for layer in self._layers:
             layer.begin_forward()
+        self._begin_passes()
         try:
             output = training_step(*args, **kwargs)
         finally:
             self._in_forward = False
-            passes = tuple([layer.end_forward() for layer in self._layers])
-        self._add(trainer, passes)
+            self._end_passes()
+        self._add(trainer, tuple(layer.passes for layer in self._layers))
         if self._number + 1 == trainer.accumulate_grad_batches:
             self._send(trainer)  # the sum over the ranks has the whole backward pass to arrive
         return output
+
+    def _begin_passes(self) -> None:
+        """Has each layer other buffers during its passes; where layers are translated, until these end."""
+        if self._throughout:
+            for layer in self._layers:
+                layer.lend(self._in_backward)
+        elif not self._hooks:
+            self._hooks = [
+                register_module_forward_pre_hook(self._begin_pass),
+                register_module_forward_hook(self._end_pass, always_call=True),
+            ]
+
+    def _begin_pass(self, module: nn.Module, inputs: object) -> None:
+        if layer := self._of_norm.get(module):
+            layer.lend(self._in_backward)
+
+    def _end_pass(self, module: nn.Module, inputs: object, output: object) -> None:
+        if layer := self._of_norm.get(module):
+            layer.return_buffers()
+
+    def _end_passes(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for layer in self._layers:
+            layer.return_buffers()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._layers and loss.requires_grad:  # when it begins: what hooks look at till then are the running statistics
             loss.register_hook(self._begin_backward)
 
     def _begin_backward(self, gradient: Tensor) -> None:
-        for layer in self._layers:
-            layer.begin_backward()
+        self._in_backward = True
+        self._begin_passes()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for layer in self._layers:
-            layer.end_backward(self._in_forward)
+        self._in_backward = False
+        if self._in_forward:  # a module that steps by itself
+            self._begin_passes()
+        else:
+            self._end_passes()
 
     def _add(self, trainer: Trainer, passes: tuple[int, ...]) -> None:
         """Adds the statistics of a micro-batch's forward pass to those of its step."""
@@ -303,6 +333,5 @@ class StepStatistics(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gives the strategy its own `training_step` back, and each layer its own buffers."""
         trainer.strategy.__dict__.pop("training_step", None)
-        for layer in self._layers:
-            layer.return_buffers()
-        self._layers, self._norms, self._gathered = [], [], []
+        self._end_passes()
+        self._layers, self._norms, self._gathered, self._of_norm = [], [], [], {}

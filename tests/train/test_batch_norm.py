@@ -1,5 +1,6 @@
 """Batch norm's statistics: the mean over a step's forward passes, whatever way a network goes through its layers."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch import Trainer as StockTrainer
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
@@ -197,6 +199,46 @@ def test_what_is_computed_again_in_the_backward_pass_moves_nothing(tmp_path, rec
     assert once["block.1.num_batches_tracked"] == (6 if "exact" in settings else 12)
     twice = trained(tmp_path, Normed(recompute=recompute, manual=manual), **settings)
     assert all(torch.equal(value, twice[name]) for name, value in once.items())
+
+
+class Looks(Normed):
+    """Reads the statistics within its step, as pseudo-labels, a target network, an average and a hook of a layer do."""
+
+    def __init__(self, manual: bool) -> None:
+        super().__init__(manual=manual)
+        self.target, self.average = copy.deepcopy(self.block), AveragedModel(self.block, use_buffers=True)
+        self.labels: list[torch.Tensor] = []
+        self.seen: list[torch.Tensor] = []
+
+    def look(self, layer: Any, inputs: Any, output: Any) -> None:
+        self.seen.append(layer.running_mean.clone())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        before = self.block[1].running_mean.clone()
+        self.target.load_state_dict(self.block.state_dict())
+        with torch.no_grad():
+            self.labels.append(self.block.eval()(batch[0]))
+        hook = self.block.train()[1].register_forward_hook(self.look)
+        loss = super().training_step(batch, batch_idx)
+        hook.remove()
+        self.average.update_parameters(self.block)
+        copied = copy.deepcopy(self.block)
+        copied(batch[0])
+        assert copied[1].num_batches_tracked == self.block[1].num_batches_tracked + 1
+        assert isinstance(self.trainer, Trainer) == torch.equal(self.seen[-1], before)
+        return loss
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_the_statistics_are_the_layers_own_within_a_step_too(tmp_path, manual):
+    """They were those of the micro-batch at hand: labels by an evaluation were of nothing, and copies had them."""
+    ours, stock = Looks(manual), Looks(manual)
+    trained(tmp_path, ours)
+    trained(tmp_path, stock, StockTrainer)
+    torch.testing.assert_close(ours.labels, stock.labels)
+    for name in ("block", "target"):
+        torch.testing.assert_close(getattr(ours, name).state_dict(), getattr(stock, name).state_dict())
+    assert ours.average.module[1].running_mean.any()
 
 
 def test_a_layer_that_goes_by_its_statistics_in_training_is_left_alone(tmp_path):
