@@ -168,6 +168,36 @@ def test_a_checkpoint_of_lightnings_own_trainer_goes_on_within_an_epoch(tmp_path
     assert steps == [[*range(8)], [*range(4, 8)]]
 
 
+class Updated(Counting):
+    """Has a schedule that torch does not know, as timm's are."""
+
+    def __init__(self):
+        super().__init__()
+        self.rates = []
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        return [optimizer], [{"scheduler": schedule, "interval": "step", "frequency": 2}]
+
+    def lr_scheduler_step(self, scheduler, metric):
+        scheduler.step(self.global_step)
+        self.rates.append(scheduler.get_last_lr())
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_schedule_that_the_module_moves(tmp_path, exact):
+    from lightning.pytorch.trainer.trainer import Trainer as Theirs
+
+    rates = []
+    for kind, settings in ((Theirs, {}), (Trainer, {"exact": exact, "global_batch_size": 8})):
+        module = Updated()
+        kind(default_root_dir=tmp_path / kind.__module__, **QUIET, **settings).fit(module)
+        rates.append(module.rates)
+    assert len(rates[0]) == 4
+    assert rates[0] == rates[1]
+
+
 def test_a_command_line_of_ones_own(tmp_path, monkeypatch):
     """`trainer_class` is all that changes: it has this Trainer's arguments, and resumes its runs."""
     monkeypatch.chdir(tmp_path)

@@ -193,7 +193,10 @@ class EpochLoop(_TrainingEpochLoop):
         for config in self._schedules:
             if number // self.trainer.accumulate_grad_batches % config.frequency == 0:
                 self.scheduler_progress.increment_ready()
-                config.scheduler.step()
+                if is_overridden("lr_scheduler_step", self._module, LightningModule):
+                    self._call_hook("lr_scheduler_step", config.scheduler, None)
+                else:
+                    config.scheduler.step()
                 self.scheduler_progress.increment_completed()
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:

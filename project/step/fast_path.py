@@ -13,10 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from project.typed import typed
 
 # Hooks of the model that take over a part of the step.
-_TAKES_OVER = (
-    *("on_train_batch_start", "optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping"),
-    "lr_scheduler_step",
-)
+_TAKES_OVER = ("on_train_batch_start", "optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping")
 
 
 def why_not_fast_path(trainer: Trainer, fetches_batches: bool) -> str | None:

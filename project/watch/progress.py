@@ -296,7 +296,7 @@ def _plan(trainer: Trainer, module: LightningModule) -> str:
     warmups = [
         config.scheduler.warmup_steps for config in trainer.lr_scheduler_configs if isinstance(config.scheduler, WarmsUp)
     ]
-    parts += [f"warm-up {steps} steps" for steps in warmups if steps]
+    parts += [f"warm-up {steps} steps" for steps in warmups if steps and isinstance(steps, int)]  # timm's are increments
     if trainer.num_training_batches != float("inf"):
         parts.append(f"{-(-trainer.num_training_batches // accumulation)} steps an epoch")
     parts.append(f"{sum(p.numel() for p in module.parameters()):,} parameters on {trainer.strategy.root_device.type}")

@@ -45,8 +45,8 @@ class PlannedAndPoisoned(Poisoned, Planned):
 class ByLightning(Planned):
     """Its steps are taken by Lightning's own loop."""
 
-    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        scheduler.step()
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad()
 
 
 class Pixels(nn.Sequential):
