@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 
 MOST = 3  # starts in a row without a new checkpoint; scripts/slurm.sbatch counts in the same file
 _IN_USE = "(idle|alloc|mix|comp)[~#]?"  # states of a node that works, or is started when it is needed
+_UNCONNECTED = 3.0  # seconds in which the main thread may end by itself: torchrun's agent waits for ten times as long
 _MARGIN = 10.0  # seconds before the end, or a quarter of what is left where that is less
 
 
@@ -179,6 +181,13 @@ REQUEUE = Requeue()
 """This process's job."""
 
 
+def _exit_unconnected() -> None:
+    """Exits where this rank still waits to be connected, in code that is not Python's: rank 0 has ended, and said why."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and not distributed.is_initialized():
+        os._exit(1)
+
+
 def listen_for_signals() -> None:
     """Notes the signals that end this process, from here on, and reports the first to the supervisor, where there is one: it
     starts no rank again then. A second one ends the process at once.
@@ -188,6 +197,10 @@ def listen_for_signals() -> None:
     def at_first(number: signal.Signals) -> None:
         tell_supervisor(signal=number)
         REQUEUE.begin_countdown(number)
+        if number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK") != "0":
+            timer = threading.Timer(_UNCONNECTED, _exit_unconnected)
+            timer.daemon = True
+            timer.start()
 
     SIGNALS.at_first = at_first
     SIGNALS.listen(signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)

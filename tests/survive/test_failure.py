@@ -119,6 +119,15 @@ def assert_ended_soon(run):
     assert seconds < SOON
 
 
+def test_a_rank_that_waits_for_rank_0_ends_when_that_has_refused(cli, tmp_path):
+    """torchrun's agent killed it after half a minute: while it waited to be connected, it could note no signal."""
+    (tmp_path / "foreign.ckpt").write_bytes(b"of somebody else")
+    run = cli("fit", "--config=configs/ddp.yaml", f"--resume={tmp_path / 'foreign.ckpt'}", torchrun=2, timeout=STUCK)
+    assert "its manifest can't be read" in run.output
+    assert "Sending process" in run.output
+    assert "forcefully exiting" not in run.output
+
+
 def test_torchrun_prints_the_error_of_the_rank_that_failed(cli):
     """And a loader process tells its rank, which says so with its name and host."""
     run = cli(*BROKEN, "--data.source.train.init_args.on=1", "--data.num_workers=1", torchrun=2, timeout=STUCK)
