@@ -13,6 +13,7 @@ from types import ModuleType
 
 from project.cli.reading import ended
 from project.cli.verbs import VERBS, page, refuse_verb
+from project.config_files import TRAINING
 from project.launch import supervisor
 from project.launch.fork_server import is_fork_server
 from project.launch.orphans import end_with_parent, ends_with_parent
@@ -31,8 +32,6 @@ _READERS = {
     "sweep": "project.launch.sweep",
 }
 """The verbs that read files, and need no libraries either."""
-_TRAINING = ("fit", "validate", "test", "predict", "doctor", "export", "manifest")
-"""The verbs that take the keys of a training."""
 _ENGINES = {"ray": "project.launch.ray.verb", "prove": "project.cli.prove", "schema": "project.cli.schema"}
 """The verbs that start this program, elsewhere or in processes that they fork, or that look at it whole."""
 
@@ -80,7 +79,7 @@ def _main() -> int:
         ignore_output_errors()
         print(page(), end="")
         return 0
-    if len(sys.argv) == 3 and sys.argv[1] in _TRAINING and sys.argv[2] in ("--help", "-h"):
+    if len(sys.argv) == 3 and sys.argv[1] in TRAINING and sys.argv[2] in ("--help", "-h"):
         from project.cli.keys import help_page
 
         ignore_output_errors()

@@ -8,7 +8,7 @@ import re
 import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import cast
 
@@ -24,20 +24,35 @@ RUNS = "lightning_logs"
 _NAMED = 20  # runs in an error
 _LONGEST_NAME = 200  # characters of a run: a file system takes 255, and a folder beside it has more
 EVALUATING = ("validate", "test", "predict", "export")  # they look at weights that are there
+SECTIONS = ("trainer", "model", "data", "checkpoints", "watchdog", "recover", "profile", "dashboard", "notify", "metrics")
+TRAINING = ("fit", *EVALUATING, "doctor", "manifest")  # they take the keys of a training
 
 
 def expand(argv: list[str]) -> list[str]:
-    """Replaces `--config X` by `--config BASE --config X`, for the configs that X names as its base, theirs first."""
-    expanded: list[str] = []
+    """Replaces `--config X` by `--config BASE --config X`, for the configs that X names as its base, theirs first.
+
+    Files come right after the verb, in their order: jsonargparse lets the last setting of a key win, and a key that the
+    command line itself sets counts over any file.
+    """
+    after = 1 + next((at for at, argument in enumerate(argv) if argument in TRAINING), -1)
+    return [word for part in (argv[:after], argv[after:]) for word in _files_first(part)]
+
+
+def _files_first(argv: list[str]) -> list[str]:
+    files: list[str] = []
+    others: list[str] = []
     words = iter(argv)
     for argument in words:
-        flag, equals, name = argument.partition("=")
+        flag, equals, name = re.sub(r"^-c(?=[^=])", "-c=", argument).partition("=")
         if flag in ("-c", "--config"):
             paths = _stack(name if equals else next(words, ""))
-            expanded += [part for path in paths for part in ("--config", str(path))]
+            files += [part for path in paths for part in ("--config", str(path))]
+        elif flag.startswith("--") and flag[2:] in SECTIONS:
+            setting = [argument, *islice(words, not equals)]
+            (files if os.path.isfile(name or setting[-1]) else others).extend(setting)
         else:
-            expanded.append(argument)
-    return expanded
+            others.append(argument)
+    return [*files, *others]
 
 
 def _stack(name: str, above: tuple[Path, ...] = ()) -> list[Path]:

@@ -11,12 +11,11 @@ import pytest
 import yaml
 from jsonargparse import Namespace
 
-from project.__main__ import _TRAINING
 from project.cli import runs as listing
 from project.cli.config import Parser
 from project.cli.keys import help_page
 from project.cli.verbs import sentence
-from project.config_files import expand
+from project.config_files import TRAINING, expand
 from project.errors import UserError
 from project.launch.launcher import Launch
 from project.runs import open_run
@@ -55,6 +54,12 @@ def test_a_run_has_a_folder_with_all_that_belongs_to_it(quick):
     assert saved.code == 0, saved.output
     assert len(saved.runs) == 2
     assert saved.runs[1].name.startswith("first-")
+    named = quick("fit", "--run=other", "--trainer.max_steps=1", f"--config={folder}/config.yaml")
+    assert [path.name for path in named.runs if not path.name.startswith("first")] == ["other"], named.output
+    assert list(named.runs[-1].glob("checkpoints/step-000000001*.ckpt"))
+    dry = quick("fit", "--dry_run", f"--config={folder}/config.yaml")
+    assert dry.code == 0, dry.output
+    assert dry.runs == named.runs
 
 
 @pytest.mark.slow
@@ -325,7 +330,7 @@ def test_a_run_without_checkpoints_trains_and_leaves_none(quick, tmp_path, setti
     assert not (tmp_path / "lightning_logs/it/checkpoints").exists()
 
 
-@pytest.mark.parametrize("verb", _TRAINING)
+@pytest.mark.parametrize("verb", TRAINING)
 def test_the_help_of_a_verb_begins_with_whole_sentences(verb, capsys):
     about = help_page(verb).split("\n\n")[1].splitlines()[0]
     assert (
@@ -375,6 +380,27 @@ def test_bases_come_first_and_are_found_beside_the_config(tmp_path: Path):
     assert names == ["ddp.yaml", "low.yaml", "high.yaml"]
     assert words[0] == "fit"
     assert words[-1] == "--x=1"
+
+
+def test_the_command_line_counts_over_files_wherever_they_stand_in_it(tmp_path: Path):
+    for name in ("low.yaml", "high.yaml"):
+        (tmp_path / name).write_text("trainer: {max_epochs: 1}\n")
+    low, high = str(tmp_path / "low.yaml"), str(tmp_path / "high.yaml")
+    files = ["--config", low, "--config", high]
+
+    def check(given: list[str], expected: list[str]) -> None:
+        assert expand(given) == expected
+
+    check(["fit", "--dry_run", "-c", low, "--run", "fit", f"--config={high}"], ["fit", *files, "--dry_run", "--run", "fit"])
+    check(["doctor", "--x=1", f"-c{low}", f"-c={high}", "--x", "-1"], ["doctor", *files, "--x=1", "--x", "-1"])
+    # A section's file is one, too; its name, or a structure, is not.
+    words = ["--trainer", "{max_epochs: 2}", "--trainer.max_epochs", "3", "--model", "mine.Net", "--data.config", low]
+    sections = [f"--trainer={low}", "--trainer", high]
+    check(["test", *words, *sections], ["test", *sections, *words])
+    # The program's own configs stay before the verb.
+    check(["--config", low, "fit", "--run=x", "-c", high], ["--config", low, "fit", "--config", high, "--run=x"])
+    check(["fit", "--run", "data", "--config", low], ["fit", "--config", low, "--run", "data"])
+    check(["fit", "--x=1", "--trainer"], ["fit", "--x=1", "--trainer"])
 
 
 def test_two_runs_in_the_same_second_have_two_folders(tmp_path):

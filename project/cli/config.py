@@ -24,7 +24,7 @@ from project.cli.class_paths import Refusal
 from project.cli.complaints import complaint
 from project.cli.keys import class_paths
 from project.cli.verbs import MATTERS, refuse_verb, verb_page
-from project.config_files import documents, option
+from project.config_files import SECTIONS, documents, option
 from project.errors import FaultError, UserError
 from project.masking import masked
 from project.survive.failure import cause_of
@@ -86,7 +86,6 @@ def brought(argv: list[str]) -> tuple[bool, bool]:
 
 # The parser ----------------------------------------------------------------------------------------------------------
 
-_SECTIONS = ("trainer", "model", "data", "checkpoints", "watchdog", "recover", "profile", "dashboard", "notify", "metrics")
 _LIBRARIES = ("project.", "torch.", "torchvision.", "torchmetrics.", "lightning.", "pytorch_lightning.")
 _PURE = (
     *("project.", "torch.nn.", "torch.optim.", "torchvision.models.", "torchvision.transforms."),
@@ -240,7 +239,7 @@ def refuse_odd_sections(configs: Iterable[Path]) -> None:
             # A module of the user's own may bring its loaders: its run's config.yaml has no data.
             own = isinstance(sections.get("model"), dict) and "class_path" in sections["model"]
             without = name == "data" and value is None and own
-            if name not in _SECTIONS or isinstance(value, dict) or by_class or without:
+            if name not in SECTIONS or isinstance(value, dict) or by_class or without:
                 continue
             line = _line(compose_yaml(path), [name])
             raise UserError(
