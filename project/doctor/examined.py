@@ -21,7 +21,7 @@ from project.data.order import size_of
 from project.data.self_dealing import SelfDealing
 from project.doctor.activations import log_nothing, training_step, transferred
 from project.step.data_ranks import shared_by
-from project.step.loaders import attached_for_fit
+from project.step.loaders import Loaders, attached_for_fit
 from project.step.micro_batch import count_samples
 from project.typed import TypedTrainer
 
@@ -38,7 +38,7 @@ class ExaminedRun:
         data: LightningDataModule | None,
         folder: Path,
         processes: int,
-        global_batch: int | None,
+        loaders: Loaders,
     ) -> None:
         self.trainer, self.folder, self.processes = trainer, folder, processes
         self.rank, self.world_size, self.local_rank = trainer.global_rank, trainer.world_size, trainer.local_rank
@@ -46,7 +46,7 @@ class ExaminedRun:
         self.shared, self.configuration = trainer.shared_folder, trainer.configuration
         self.environment = of_this_rank(self.device, self.configuration)
         self.micro_batch, self.workers = 1, 0  # until the data was opened
-        self.global_batch, self.global_batch_key = global_batch, "trainer.global_batch_size"
+        self._loaders, self.global_batch, self.global_batch_key = loaders, loaders.global_batch, "trainer.global_batch_size"
         if data is not None and isinstance(data, SelfDealing):
             self.micro_batch, self.global_batch = data.batch_sizes()
             self.global_batch_key = "data.global_batch_size"
@@ -129,6 +129,12 @@ class ExaminedRun:
         loader = self.data.train_dataloader()
         return (micro_batch_of(loader), loader.num_workers) if isinstance(loader, DataLoader) else (1, 0)
 
+    def deal(self) -> None:
+        """Deals out the training loaders as a fit does. A module that deals out its samples itself has been asked."""
+        if not isinstance(self.data, SelfDealing):
+            self.trainer.strategy.connect(self.model)
+            self._loaders.check_training(self.data.train_dataloader())
+
 
 @contextmanager
 def examined_run(
@@ -144,4 +150,4 @@ def examined_run(
     `processes`: those on this host. `spare_cores`: those that each rank has for its loader, if not as many as here.
     """
     with attached_for_fit(trainer, model, data, spare_cores) as loaders:
-        yield ExaminedRun(trainer, model, data, folder, processes, loaders.global_batch)
+        yield ExaminedRun(trainer, model, data, folder, processes, loaders)

@@ -22,6 +22,7 @@ from project.cluster.interfaces import Route
 from project.cluster.place import host
 from project.cluster.rendezvous import Rendezvous
 from project.doctor.examined import ExaminedRun
+from project.errors import UserError
 from project.untrusted import printable, write_text
 
 log = logging.getLogger(__name__)
@@ -130,7 +131,8 @@ class Examination:
             own.append(measure())
         except Exception as raised:
             log.debug("doctor: %s", check, exc_info=True)
-            error = f"{type(raised).__name__}: {str(raised).strip().partition(chr(10))[0]}"
+            kind = "" if isinstance(raised, UserError) else f"{type(raised).__name__}: "
+            error = f"{kind}{str(raised).strip().partition(chr(10))[0]}"
         answers = self.gather((own, error))
         errors = [text for _, text in answers]
         if any(errors):

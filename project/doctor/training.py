@@ -27,7 +27,7 @@ def data(this: Examination) -> None:
         return
     prints = this.measure("data", this.run.fingerprint, fix)
     sizes = None if prints is None else this.measure("data", this.run.sizes, fix)
-    if prints is None or sizes is None:
+    if prints is None or sizes is None or this.measure("batches", this.run.deal) is None:
         return
     this.run.micro_batch, this.run.workers = sizes[this.run.rank]
     this.has_data = True

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from project.data.dealing import DealtLoader, batch_size_of, deal, micro_batch_of, sampling, why_not
@@ -294,6 +295,12 @@ class Loaders(_DataConnector):
                 "torch's, or can't be made again from its own arguments. HINT: make it one; or, where it gives each rank "
                 "batches of its own, set trainer.use_distributed_sampler=false.",
             ) from error
+
+    def check_training(self, loaders: object) -> None:
+        """Deals out training loaders as the first step of a fit does, which refuses numbers that don't fit."""
+        with self.limits_of_loop("train"):
+            for loader in CombinedLoader(loaders, "max_size_cycle").flattened:
+                self._prepare_dataloader(loader, True, RunningStage.TRAINING)
 
     def _set_accumulation(self, size: int | None) -> None:
         """Computes the accumulation once: a micro-batch has the batch size of the first training loader."""

@@ -69,6 +69,19 @@ def test_it_examines_any_module_and_data(quick):
     assert rows["loader"]["verdict"] == "good"
 
 
+@pytest.mark.parametrize(
+    ("size", "cause"), [(25, "can't make a global batch of 25 ("), (600, "50 training sample(s) are too few")]
+)
+def test_numbers_that_a_fit_refuses_are_bad(quick, size, cause):
+    words = ("--model=tests.own.Regression", "--data=tests.own.PointsData", "--trainer.accelerator=cpu")
+    words = (*words, "--trainer.max_epochs=1", f"--trainer.global_batch_size={size}")
+    assert cause in quick("fit", *words).output
+    run = quick("doctor", *words)
+    assert run.code == 1, run.output
+    assert findings(run)["batches"]["verdict"] == "bad"
+    assert cause in findings(run)["batches"]["text"]
+
+
 def test_a_small_dev_shm_is_found_before_a_loader_needs_it(tmp_path):
     """Nine batches (two for each of four loaders, one in use) of 64 images of 3 x 256 x 256 bytes: with pages, 109 MiB."""
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
