@@ -45,6 +45,8 @@ class Cause:
     where: str = ""
     """File and line of the user's code that raised the error."""
     traceback: str = field(default="", compare=False)  # which gets longer on its way up
+    kind: str = ""
+    """'nan', 'hang' or 'lost' (a process or a host); '' for any other failure."""
 
     @property
     def whole(self) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import (
@@ -320,3 +320,11 @@ class Talkative(LightningModule):
         optimizer = torch.optim.AdamW(groups, lr=0.01)
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "rank_correlation"}}
+
+
+class LosesDatabase(Callback):
+    """Raises, on the last rank, an error whose words are those of a connection between ranks."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_rank == trainer.world_size - 1 and trainer.global_step == 2:
+            raise RuntimeError("the database connection was closed")

@@ -277,7 +277,8 @@ class Supervisor:
             loss = f"{loss} No answer from {', '.join(unnamed)}."
         self._kill()
         if self._life is not None:
-            add_stop(self._life, self._children.ranks[0].pid, self._step, "killed", loss)
+            kind = "hang" if self._reason else "lost"
+            add_stop(self._life, self._children.ranks[0].pid, self._step, "killed", loss, kind=kind)
         culprits = silent or ([where] if where else [])
         refusal = self._losses.add(loss, self._newest_state())
         if self._requested is not None or not has_enough or self._losses.is_repeated:  # or this host may be cut off

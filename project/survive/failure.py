@@ -166,12 +166,13 @@ def cause_of(error: BaseException) -> Cause:
     if which == "lost" and (cause := LOST_RANKS.cause):
         return cause
     if which == "loader":
-        return Cause(_loader_failure(error).partition(" HINT:")[0])
+        return Cause(_loader_failure(error).partition(" HINT:")[0], kind="lost")
     if which == "crash":
         folded = Folded(error)
         return Cause(title(error), folded.where, folded.text)
     text = loader_error(error) or str(error).strip().partition("\n")[0]
-    return Cause(text if isinstance(error, (UserError, NonFiniteError)) else title(error))
+    of_failure = "lost" if which == "lost" else "nan" if isinstance(error, NonFiniteError) else ""
+    return Cause(text if isinstance(error, (UserError, NonFiniteError)) else title(error), kind=of_failure)
 
 
 def resumption(folder: Path | None, changed: bool = False) -> str:
@@ -296,7 +297,12 @@ class LostRanks:
         """Returns why ranks are lost, where anything has reported that: a failure explains the deaths that follow it."""
         if not (causes := [*(self.failures or self.deaths).values()]):
             return None
-        return Cause(" ".join(cause.text for cause in causes), causes[0].where, causes[0].traceback)
+        return Cause(
+            " ".join(cause.text for cause in causes),
+            causes[0].where,
+            causes[0].traceback,
+            causes[0].kind if self.failures else "lost",
+        )
 
     @property
     def exit_code(self) -> int:

@@ -189,6 +189,7 @@ def _entries(cause: Cause) -> dict[str, str]:
         "why": both_ends(cause.text),
         "where": both_ends(cause.where),
         "traceback": cause.traceback[-_LONGEST_TRACEBACK:],
+        "kind": cause.kind,
     }
     return {name: text for name, text in entries.items() if text or name == "why"}
 

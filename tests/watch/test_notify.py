@@ -75,6 +75,16 @@ def test_the_end_and_a_loss_that_is_not_finite_are_told(quick, tmp_path, hook):
     assert "is not finite" in received[1]["text"]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_error_of_ones_own_is_no_lost_rank_whatever_its_words(quick, tmp_path, hook, ranks):
+    address, received = hook
+    failed = quick(*FIT, "--trainer.callbacks+=tests.own.LosesDatabase", ranks=ranks, HOOK=address)
+    assert failed.code == 1, failed.output
+    wait_until(lambda: received, 60, lambda: failed.output)
+    assert kinds(received) == ["failure"]
+    assert "the database connection was closed" in received[0]["text"]
+
+
 @pytest.mark.slow
 def test_a_server_that_does_not_answer_stops_nothing(quick):
     run = quick(*FIT, HOOK="http://127.0.0.1:9/" + SECRET)
@@ -91,20 +101,19 @@ def test_messages_of_a_kind_are_rare_over_all_starts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("state", "why", "kind"),
+    ("state", "entry", "kind"),
     [
-        ("finished", None, "end"),
-        ("stopped", "SIGTERM", "stopped"),
-        ("failed", "The loss of step 5 (epoch 2) is not finite: rank 1", "nan"),
-        ("failed", "The run hangs: rank 1 on h2 makes no progress", "hang"),
-        ("killed", "rank 0 on h1 was killed by signal 9.", "lost"),
-        ("failed", "RuntimeError: Connection closed by peer [127.0.0.1]:1", "lost"),
-        ("failed", "RuntimeError: [pair.cc:547] Read error: Connection reset by peer", "lost"),
-        ("failed", "KeyError: 'x'", "failure"),
+        ("finished", {}, "end"),
+        ("stopped", {"why": "SIGTERM"}, "stopped"),
+        ("failed", {"why": "The loss of step 5 (epoch 2) is not finite: rank 1", "kind": "nan"}, "nan"),
+        ("failed", {"why": "The run hangs: rank 1 on h2 makes no progress", "kind": "hang"}, "hang"),
+        ("killed", {"why": "rank 0 on h1 was killed by signal 9.", "kind": "lost"}, "lost"),
+        ("failed", {"why": "RuntimeError: the database connection was closed"}, "failure"),
+        ("failed", {"why": "RuntimeError: the loss of contrast is not finite: it hangs", "kind": ["nan"]}, "failure"),
     ],
 )
-def test_the_reason_says_what_kind_of_end_it_was(state, why, kind):
-    line = json.dumps({"event": "stop", "time": time.time(), "step": 5, "state": state, "why": why})
+def test_the_line_says_what_kind_of_end_it_was(state, entry, kind):
+    line = json.dumps({"event": "stop", "time": time.time(), "step": 5, "state": state, **entry})
     event = event_of(line.encode())
     assert event is not None
     assert event.kind == kind

@@ -105,8 +105,8 @@ def exit_after_loss(context: RankContext) -> None:
     cause = LOST_RANKS.cause
     assert cause is not None
     if (warden := context.warden) is not None:
-        step = context.beat.step
-        warden.send(why=cause.text, where=cause.where, traceback=cause.traceback, step=step, ending=True)
+        details = {"where": cause.where, "traceback": cause.traceback, "kind": cause.kind}
+        warden.send(why=cause.text, **details, step=context.beat.step, ending=True)
     if context.is_reporter({*(LOST_RANKS.failures or LOST_RANKS.deaths)}):
         run_with_timeout(_PATIENCE, lambda: _report_loss(cause, context.folder))
     run_with_timeout(_PATIENCE, flush)

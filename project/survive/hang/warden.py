@@ -165,7 +165,8 @@ class WatchedRank:
         if is_supervised():
             return
         life, why = Path(self.facts.get("life", "")), self.facts.get("why")
-        details = {"where": self.facts.get("where"), "traceback": self.facts.get("traceback")}
+        details = {name: self.facts.get(name) for name in ("where", "traceback", "kind")}
+        details["kind"] = details["kind"] if why else "hang" if self.is_silent else "lost"
         state = "failed" if why else "killed"
         if add_stop(life, self.pid, self.facts.get("step"), state, why or how or None, **details):
             start_report(life)  # else it has said so itself, or the run goes on elsewhere
@@ -223,7 +224,8 @@ class WardenProcess:
 
     def send(self, **facts: object) -> None:
         """Sends facts that the warden needs to report or record the end of this rank: its `rank`, `secret` and the others'
-        `addresses`, the `file` for its stacks, the run's `life`, the `step`, `why` and `where` it ends, with a `traceback`.
+        `addresses`, the `file` for its stacks, the run's `life`, the `step`, the `kind` of failure, `why` and `where` it ends,
+        with a `traceback`.
 
         `allowed`: seconds from now on after which the warden kills this rank. `ending`: this process is about to exit and
         reports the reason itself. `agent_seconds`: how long torchrun's agent has to end by itself, where it may not.

@@ -239,9 +239,8 @@ class Watchdog(Callback):
             kind, what = ("died", "has lost another rank") if lost else ("fails", "has failed")
             cause = failure.cause_of(exception)
             text = f"rank {self._rank} on {host()} {what}: {cause.text}"
-            self._send_to_all(
-                kind, rank=self._rank, text=text, where=cause.where, traceback=cause.traceback[-_LONGEST_TRACEBACK:]
-            )
+            trace = cause.traceback[-_LONGEST_TRACEBACK:]
+            self._send_to_all(kind, rank=self._rank, text=text, where=cause.where, traceback=trace, failure=cause.kind)
         self.stop()
 
     # What the thread does --------------------------------------------------------------------------------------------
@@ -339,7 +338,8 @@ class Watchdog(Callback):
                     self._reached.add(message["rank"])
                 case "died" | "fails" as kind:
                     early_start.take_launched(self._trainer.strategy.launcher)
-                    cause = Cause(message["text"], message.get("where", ""), message.get("traceback", ""))
+                    details = (message.get(name, "") for name in ("where", "traceback", "failure"))
+                    cause = Cause(message["text"], *details)
                     LOST_RANKS.note(message["rank"], cause, has_failed=kind == "fails")
                 case "hang":
                     self._verdict = Verdict(**message["verdict"])
@@ -419,7 +419,7 @@ class Watchdog(Callback):
         """Sends the verdict to the warden and, from rank 0, to all ranks; reports it and ends this process."""
         if self._warden is not None:
             why, step = judged.text.splitlines()[0], self._trainer.global_step
-            self._warden.send(why=why, where=judged.place, step=step, ending=True)
+            self._warden.send(why=why, kind="hang", where=judged.place, step=step, ending=True)
         if self._rank == 0 or 0 in judged.silent:
             self._send_to_all("hang", judged.silent, verdict=asdict(judged))
         verdict.report_and_exit(judged, self._context())

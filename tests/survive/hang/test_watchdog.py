@@ -173,6 +173,7 @@ def test_a_rank_that_is_stopped(runs: Runs) -> None:
     (life,) = read_history(folder, "hang").lives
     assert life.state == "failed"
     assert (life.why or "").startswith(f"The run hangs: rank 1 on {HOST} is silent for ")
+    assert json.loads((folder / "life.jsonl").read_text().splitlines()[-1])["kind"] == "hang"
     assert "The run hangs: rank 1" in (folder / "report.html").read_text()
 
 
