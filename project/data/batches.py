@@ -54,7 +54,7 @@ class MicroBatches(Dataset[Batch]):
         split: the name of the set, for messages.
         classes: how many there are; None leaves labels unchecked.
         labelled: whether labels are needed. Without, items may be images alone, and their files are reported.
-        skips: has the next sample that can be read take the place of one whose file can't be.
+        skips: has the next sample that can be read take the place of one whose file can't be; without labels, leaves it out.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class MicroBatches(Dataset[Batch]):
     ) -> None:
         self.dataset, self.order, self.split, self.classes, self.labelled = dataset, order, split, classes, labelled
         self.skips = skips
-        self._unread: list[str] = []
+        self._unread: dict[int, str] = {}
         if isinstance(dataset, InMemory) and labelled:  # all of them are here: one look is enough
             dataset.labels = as_labels(dataset.labels)
             self._check(dataset.labels.cpu(), range(len(dataset)))
@@ -99,6 +99,9 @@ class MicroBatches(Dataset[Batch]):
         images, labels = self._read(samples, keys[0])
         sizes = [len(part) for part in parts]
         cut = [part.split(sizes) for part in (images, labels, samples)]
+        if self._unread and not self.labelled:  # a prediction is of no other image
+            kept = [~torch.isin(part, torch.tensor([*self._unread])) for part in cut[2]]
+            cut = [tuple(value[mask] for value, mask in zip(part, kept, strict=True)) for part in cut]
         batches = [Batch(image=image, label=label, sample=sample) for image, label, sample in zip(*cut, strict=True)]
         if not self.labelled:
             for batch in batches:
@@ -106,7 +109,7 @@ class MicroBatches(Dataset[Batch]):
                 if len(files) == len(batch["sample"]):
                     batch["file"] = files
         if self._unread:
-            batches[0]["unread"], self._unread = self._unread, []
+            batches[0]["unread"], self._unread = [*self._unread.values()], {}
         return batches
 
     # One read ---------------------------------------------------------------------------------------------------------
@@ -142,10 +145,11 @@ class MicroBatches(Dataset[Batch]):
         """Returns the next readable sample's item: the same one on any number of ranks, and after a restart."""
         size = size_of(self.dataset)
         for at in range(size):
+            candidate = (number + at) % size
             try:
-                return self._item((number + at) % size)
+                return self._item(candidate)
             except Unfit as error:
-                self._unread.append(str(error).partition(" HINT:")[0])
+                self._unread[candidate] = str(error).partition(" HINT:")[0]
         raise Unfit(f"No sample of the {self.split} set can be read.")
 
     def _item(self, number: int) -> object:

@@ -44,7 +44,7 @@ class ImageData(LightningDataModule):
             does a num_workers that is a number.
         seed: decides the order of the samples and their augmentation.
         on_error: at a file that can't be read, 'stop', or 'skip' it: the next readable sample takes its place, and the end of
-            the run lists all skipped ones.
+            the run lists all skipped ones. A prediction leaves it out.
     """
 
     capturable = True
@@ -148,9 +148,8 @@ class ImageData(LightningDataModule):
     def teardown(self, stage: str) -> None:
         if self.unread:
             what = "; ".join(sorted(self.unread))
-            log.warning(
-                "data.on_error=skip: %d of the images can't be read, and others took their place: %s", len(self.unread), what
-            )
+            instead = "have no prediction" if stage == "predict" else "others took their place"
+            log.warning("data.on_error=skip: %d of the images can't be read, and %s: %s", len(self.unread), instead, what)
             self.unread.clear()
 
     def train_dataloader(self) -> MicroBatchLoader:
@@ -221,7 +220,7 @@ class ImageData(LightningDataModule):
 
     def _micro_batches(self, dataset: Dataset[object], split: Split, order: Order) -> MicroBatches:
         if split == "predict":
-            return MicroBatches(dataset, order, split, labelled=False)
+            return MicroBatches(dataset, order, split, labelled=False, skips=self.on_error == "skip")
         return MicroBatches(dataset, order, split, self.num_classes, skips=self.on_error == "skip")
 
     def fingerprint(self) -> dict[str, dict[str, int | str]]:
