@@ -115,6 +115,18 @@ def test_runs_are_listed_sorted_and_filtered(five_runs, capsys):
     assert end.value.code == 2
 
 
+def test_an_evaluation_is_no_run_and_no_sign_of_life_of_one(five_runs, capsys):
+    for place in (five_runs / "good/predict-20260101-000000", five_runs / "good/export-onnx", five_runs / "good-test"):
+        place.mkdir()
+        for name in (".lock", "log.txt", "config.yaml", "predictions.csv"):
+            (place / name).write_text("{}")
+    (five_runs / "good/report.html").touch()
+    known = {run["name"]: run for run in listed(capsys)}
+    assert known.keys() == {"good", "better", "broken", "gone", "busy"}
+    assert known["good"]["age"] == pytest.approx(90_000, abs=600)
+    assert Look(five_runs / "good").age().startswith("last sign of life 1 day, 1:0")
+
+
 def cleaned(folder: Path, answer: str, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "project", "runs", "--clean", *words]
     return subprocess.run(command, cwd=folder, env=environment(), input=answer, capture_output=True, text=True, timeout=300)

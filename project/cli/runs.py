@@ -47,8 +47,8 @@ _DISPOSABLE = (
     *("notified.json", "report.html", "summary.json", "checkpoints"),
 )
 """The files of a run that has trained nothing; a folder with others in it holds a result."""
-OF_READERS = (".lock", "report.html", "summary.json")
-"""Files that are written, too, where a run is only read."""
+_OF_READERS = (".lock", "report.html", "summary.json", "validate-*", "test-*", "predict-*", "doctor-*", "export-*")
+"""What is written, too, where a run is only read."""
 _LAST = 1 << 16  # bytes, in which the last line of a file is
 _STEP = re.compile(r'"step":\s?(\d{1,16})\b')
 
@@ -90,7 +90,9 @@ def listed(runs: Path) -> Iterator[Listed]:
     with suppress(FileNotFoundError):
         for folder in sorted(runs.iterdir()):
             with suppress(OSError):  # it is being removed, or may not be read
-                if not folder.name.startswith(".") and any((folder / sign).exists() for sign in _SIGNS):
+                signs = {sign for sign in _SIGNS if (folder / sign).exists()}
+                evaluates = "config.yaml" in signs and not signs & {FILE, "checkpoints"}  # which a fit has as well
+                if signs and not evaluates and not folder.name.startswith("."):
                     yield read_run(folder)
 
 
@@ -129,12 +131,17 @@ def _size_and_newest(folder: Path) -> tuple[int, float]:
     """Returns the bytes of all files below a folder, and when the newest was written of those that training writes."""
     size, newest = 0, 0.0
     for place, _, files in os.walk(folder):
-        for file in files:
+        for path in (Path(place, file) for file in files):
             with suppress(OSError):
-                status = os.lstat(os.path.join(place, file))
+                status = path.lstat()
                 size += status.st_size
-                newest = max(newest, status.st_mtime if file not in OF_READERS else 0.0)
+                newest = max(newest, 0.0 if is_of_readers(path.relative_to(folder).parts[0]) else status.st_mtime)
     return size, newest or folder.stat().st_mtime
+
+
+def is_of_readers(name: str) -> bool:
+    """Returns whether a file or folder in a run's folder is no sign of life of the run."""
+    return any(fnmatch(name, pattern) for pattern in _OF_READERS)
 
 
 def _manifests(folder: Path) -> dict[int, dict[str, object]]:

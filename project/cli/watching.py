@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 
 from project.cli.reading import run_parser
-from project.cli.runs import OF_READERS
+from project.cli.runs import is_of_readers
 from project.config_files import run_folder
 from project.untrusted import LATEST, printable
 from project.watch.charts import number
@@ -133,7 +133,7 @@ class Look:
         """Returns the seconds since anything was written."""
         newest = 0.0
         for path in self.folder.iterdir():
-            if path.name in OF_READERS:
+            if is_of_readers(path.name):
                 continue
             with suppress(OSError):  # it is gone, or leads nowhere
                 newest = max(newest, path.stat().st_mtime)
