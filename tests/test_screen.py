@@ -38,6 +38,14 @@ def test_a_finished_run_is_quiet_and_its_figures_are_printed_once(quick: Cli) ->
     assert checked.output.count("recall") - checked.output.count("by recall") == 1, checked.output
 
 
+def test_a_warning_about_all_ranks_is_printed_once(quick: Cli) -> None:
+    words = ("fit", *FIT[:-1], "--run=it", "--change=trainer.threads")
+    assert quick(*words, FIT[-1], "--trainer.threads=2", ranks=2).code == 0
+    longer = quick(*words, "--trainer.max_epochs=2", "--trainer.threads=1", ranks=2)
+    assert longer.code == 0, longer.output
+    assert longer.output.count("with 1 thread(s) for each rank's operations in place of 2") == 1, longer.output
+
+
 def test_the_doctor_leaves_no_run(quick: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     examined = quick("doctor", *FIT, "--fast=true")
     assert examined.code == 0, examined.output

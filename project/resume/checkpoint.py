@@ -383,7 +383,8 @@ class Resuming(_CheckpointConnector):
                 )
         then, now = saved.get("threads"), torch.get_num_threads()
         on_cpu, over = trainer.strategy.root_device.type == "cpu", trainer.state.fn != "fit" or is_over(trainer)
-        if on_cpu and then not in (None, now) and not over:
+        rank_0_has = trainer.strategy.broadcast(now) if on_cpu else now
+        if on_cpu and then not in (None, now) and not over and (trainer.is_global_zero or now != rank_0_has):
             log.warning(
                 "The run continues with %d thread(s) for each rank's operations in place of %d, and so with other sums in "
                 "their last bits. HINT: trainer.threads=%d.",

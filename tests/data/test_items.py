@@ -178,7 +178,7 @@ def test_a_prediction_has_no_row_for_it_and_no_other_images_row(quick, folders):
     words = ("predict", "--run=it", "--data.batch_size=1", "--trainer.limit_predict_batches=1.0")
     assert_one_line(quick(*words, "--data.on_error=stop"), "dog/03.jpg) can't be read: OSError: Truncated")
     tables = []
-    for workers, size, ranks in ((0, 1, 1), (0, 32, 1), (1, 3, 2)):
+    for workers, size, ranks in ((0, 1, 1), (1, 3, 2)):
         run = quick(*words, f"--data.num_workers={workers}", f"--data.batch_size={size}", ranks=ranks)
         assert run.code == 0, run.output
         assert "data.on_error=skip: 1 of the images can't be read, and have no prediction: Sample 19 of" in run.output
@@ -187,7 +187,7 @@ def test_a_prediction_has_no_row_for_it_and_no_other_images_row(quick, folders):
     assert [int(row[0]) for row in rows] == [number for number in range(32) if number != 19]
     names = [f"{kind}/{number:02}.jpg" for kind in ("cat", "dog") for number in range(16)]
     assert all(row[3].endswith(names[int(row[0])]) for row in rows)
-    assert tables[1:] == tables[:1] * 2
+    assert tables[1] == tables[0]
 
 
 def test_what_can_not_be_meant_ends_a_run_before_its_first_step(quick):
