@@ -35,7 +35,7 @@ def expand(argv: list[str]) -> list[str]:
     command line itself sets counts over any file.
     """
     after = 1 + next((at for at, argument in enumerate(argv) if argument in TRAINING), -1)
-    return [word for part in (argv[:after], argv[after:]) for word in _files_first(part)]
+    return [argument for part in (argv[:after], argv[after:]) for argument in _files_first(part)]
 
 
 def _files_first(argv: list[str]) -> list[str]:
