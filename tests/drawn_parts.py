@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset
-from torchmetrics import MeanMetric, MeanSquaredError
+from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError
 
 Batch = dict[str, Tensor]
 
@@ -98,7 +98,7 @@ class Net(LightningModule):
         self.first = nn.Linear(6, 16)
         self.norm = {"none": nn.Identity, "layer": lambda: nn.LayerNorm(16), "group": lambda: nn.GroupNorm(4, 16)}[norm]()
         self.rest = nn.Sequential(nn.Dropout(dropout), nn.Tanh(), nn.Linear(16, 1))
-        self.error, self.mean, self.val_error = MeanSquaredError(), MeanMetric(), MeanSquaredError()
+        self.error, self.mean, self.val_error, self.worst = MeanSquaredError(), MeanMetric(), MeanSquaredError(), MaxMetric()
         if teacher:
             self.teacher = nn.Linear(6, 16).requires_grad_(False)
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
@@ -150,6 +150,10 @@ class Net(LightningModule):
         loss, outputs, target = self.loss(batch)
         self.val_error(outputs, target)
         self.log_dict({"val_loss": loss, "val_error": self.val_error}, batch_size=len(target))
+
+    def on_validation_epoch_end(self) -> None:
+        self.worst.update(self.val_error.compute())
+        self.log("worst", self.worst.compute())
 
     def configure_optimizers(self) -> Any:
         learning = [parameter for parameter in self.parameters() if parameter.requires_grad]

@@ -6,11 +6,13 @@ and lists by the micro-batch that they belong to. At the end of an epoch, all ra
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeAlias, TypedDict, cast
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
@@ -19,11 +21,12 @@ from project.errors import UserError
 from project.exact.sums import WideSum, sum_from_coarsest
 from project.step.ddp import all_gather_objects
 from project.step.logged import Logged
-from project.step.metric_states import metrics_of
+from project.step.metric_states import RankStates, metrics_of, on_host, restore_metric_states
 from project.typed import StateDict
 
 _MICRO_BATCHES = 2**24  # of an epoch, at most
 _LARGEST, _LEVELS = 128, 11  # all that a float32 can be
+_PARTS = {"exact_metrics": "train", "exact_validations": "val"}  # of a checkpoint: the stage whose counts they are
 _EXTREMES: dict[object, Callable[..., Tensor]] = {dim_zero_max: torch.amax, dim_zero_min: torch.amin}
 
 Where: TypeAlias = tuple[int, ...]
@@ -42,10 +45,15 @@ class Counted(TypedDict):
     """How many they were."""
 
 
+Counts: TypeAlias = Mapping[str, dict[str, Counted]]
+"""By stage, then by metric."""
+
+
 class ExactLogged(Logged):
     """The logger connector with trainer.exact: the module's metrics are exact, too."""
 
     _metrics: "ExactMetrics | None" = None
+    _counts_before_validation: "Counts" = MappingProxyType({})
 
     @property
     def metrics_of_module(self) -> "ExactMetrics":
@@ -61,11 +69,23 @@ class ExactLogged(Logged):
     def reduce_metrics(self, stage: str) -> None:
         self.metrics_of_module.reduce_epoch(stage)
 
+    def note_metrics(self) -> None:
+        self._counts_before_validation = self.metrics_of_module.own_counts()
+        super().note_metrics()
+
     def metrics_of_ranks(self) -> dict[str, object]:
-        return {"exact_metrics": self.metrics_of_module.state_dict()}
+        metrics = self.metrics_of_module
+        counts = self._counts_before_validation if self.trainer.validating else metrics.own_counts()
+        made = {part: metrics.gather_counts(counts.get(stage, {})) for part, stage in _PARTS.items()}
+        # What was not counted in micro-batches is the same on all ranks. A name of elsewhere is another object: other bytes.
+        own = on_host(self.own_metrics())
+        counted = {name for of_part in made.values() for name in of_part}
+        states = {sys.intern(name): [RankStates() if name in counted else own[name]] for name in own}
+        return {**made, "metric_states": states}
 
     def restore_metrics(self, checkpoint: StateDict) -> None:
-        self.metrics_of_module.load_state_dict(checkpoint.get("exact_metrics", {}), self.trainer.global_rank)
+        self.metrics_of_module.load_state_dict(checkpoint, self.trainer.global_rank)
+        restore_metric_states(checkpoint["metric_states"], self.trainer.lightning_module, 0, 1)
 
 
 class ExactMetrics:
@@ -73,7 +93,7 @@ class ExactMetrics:
 
     def __init__(self, module: LightningModule, world_size: int) -> None:
         self.module, self._world_size = module, world_size
-        self._counted: dict[str, dict[str, Counted]] = {}  # by stage, then by metric
+        self._counted: dict[str, dict[str, Counted]] = {}
         self._stage: str | None = None
         self._key: Where = ()
         self._reduced: dict[str, tuple[Metric, Callable[..., bool | None]]] = {}
@@ -93,7 +113,7 @@ class ExactMetrics:
     def _collect(self) -> None:
         """Moves what the last micro-batch has counted from the metrics into the sums."""
         for name, metric in metrics_of(self.module):
-            if not metric.metric_state or not metric.update_called:
+            if not metric.metric_state or not metric.update_called or name in self._reduced:
                 continue
             if name in self._updated_between:
                 if self._stage is not None and self._updated_between[name] != metric.update_count:
@@ -102,25 +122,23 @@ class ExactMetrics:
                         "rank's own. HINT: two metrics."
                     )
                 continue
-            if self._stage is None and name not in self._reduced:  # each rank has all of it: nothing is to be brought together
+            if self._stage is None:  # each rank has all of it: nothing is to be brought together
                 self._updated_between[name] = metric.update_count
                 metric.distributed_available_fn = _never_distributed
                 continue
-            if name not in self._reduced:  # after the end of an epoch it may have been computed
-                _refuse_unsupported(name, metric)
-            if self._stage is not None:
-                counted = self._counted.setdefault(self._stage, {}).setdefault(name, {"states": {}, "updates": 0})
-                counted["updates"] += metric.update_count
-                states = counted["states"]
-                for key, value in metric.metric_state.items():
-                    own = self._part_of_micro_batch(value, how := metric._reductions[key])
-                    before = states.get(key)
-                    if isinstance(own, list) and isinstance(before, list):
-                        before += own
-                    elif isinstance(own, Tensor) and isinstance(before, Tensor):  # which may come from a checkpoint
-                        states[key] = _reduce_states([before.to(own.device), own], how)
-                    else:
-                        states[key] = own
+            _refuse_unsupported(name, metric)
+            counted = self._counted.setdefault(self._stage, {}).setdefault(name, {"states": {}, "updates": 0})
+            counted["updates"] += metric.update_count
+            states = counted["states"]
+            for key, value in metric.metric_state.items():
+                own = self._part_of_micro_batch(value, how := metric._reductions[key])
+                before = states.get(key)
+                if isinstance(own, list) and isinstance(before, list):
+                    before += own
+                elif isinstance(own, Tensor) and isinstance(before, Tensor):  # which may come from a checkpoint
+                    states[key] = _reduce_states([before.to(own.device), own], how)
+                else:
+                    states[key] = own
             Metric.reset(metric)
 
     def _part_of_micro_batch(self, value: Tensor | list[Tensor], how: object) -> State:
@@ -142,7 +160,7 @@ class ExactMetrics:
         self._collect()
         self._stage = None
         metrics = dict(metrics_of(self.module))
-        for name, counted in self._gather_counts(stage).items():
+        for name, counted in self.gather_counts(self._counted.get(stage, {})).items():
             metric = metrics[name]
             for key, state in counted["states"].items():
                 how, default = metric._reductions[key], metric.metric_state[key]
@@ -159,13 +177,13 @@ class ExactMetrics:
                 self._reduced[name] = metric, metric.distributed_available_fn
             metric.distributed_available_fn = _never_distributed
 
-    def _gather_counts(self, stage: str) -> dict[str, Counted]:
+    def gather_counts(self, own: dict[str, Counted]) -> dict[str, Counted]:
         """Returns what all ranks have counted, in the order of the micro-batches."""
-        own: dict[str, Counted] = {}
-        for name, counted in self._counted.get(stage, {}).items():
+        of_rank: dict[str, Counted] = {}
+        for name, counted in own.items():
             states = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in counted["states"].items()}
-            own[name] = {"states": states, "updates": counted["updates"]}
-        by_rank = all_gather_objects(own, self._world_size)
+            of_rank[name] = {"states": states, "updates": counted["updates"]}
+        by_rank = all_gather_objects(of_rank, self._world_size)
         metrics = dict(metrics_of(self.module))
         made: dict[str, Counted] = {}
         for name in sorted({name for of_rank in by_rank for name in of_rank} & set(metrics)):
@@ -191,16 +209,16 @@ class ExactMetrics:
             for counted in self._counted.values():
                 counted.pop(name, None)
 
-    def state_dict(self) -> dict[str, Counted]:
-        """Returns the states of all ranks' training. All of them must call this together."""
-        if self._reduced:  # before the first micro-batch of the next epoch
-            self._drop_reset_metrics()
-        else:
-            self._collect()
-        return self._gather_counts("train")
+    def own_counts(self) -> Counts:
+        """Returns copies of this rank's counts."""
+        self._drop_reset_metrics()
+        self._collect()
+        copies: Counts = apply_to_collection(self._counted, list, list.copy)
+        return copies
 
-    def load_state_dict(self, counted: dict[str, Counted], rank: int) -> None:
-        self._counted = {"train": {} if rank else counted}
+    def load_state_dict(self, checkpoint: StateDict, rank: int) -> None:
+        self._continue_counting()
+        self._counted = {stage: {} if rank else checkpoint.get(part, {}) for part, stage in _PARTS.items()}
         for _, metric in metrics_of(self.module):
             Metric.reset(metric)
 

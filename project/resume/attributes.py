@@ -44,6 +44,7 @@ _STANDARD = (
     *("configuration", "global_batch", "epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "callbacks"),
     *("optimizer_states", "lr_schedulers", "schedules_as_built", "position", "threads", "training_samples", "MixedPrecision"),
     *("callback_metrics", "logged_names", "logged_sums", "metric_states", "exact_grids", "exact_metrics", "states_of_ranks"),
+    "exact_validations",
     *("states_of_loaders", "unsaved_buffers", "averaging_state", "current_model_state", "samples_of_a_micro_batch"),
     *("changed_values", "stopped_early", "hparams_name", "hyper_parameters"),
     *("datamodule_hparams_name", "datamodule_hyper_parameters"),

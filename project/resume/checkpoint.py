@@ -340,8 +340,12 @@ class Resuming(_CheckpointConnector):
         ranks = data_ranks(self.trainer)
         if at.begun:
             self._steps._results.resume_with(saved["logged_sums"], ranks.rank, ranks.count)
-            self._steps.metric_states = saved.get("metric_states")
-            typed(self.trainer).logged.restore_metrics(saved)
+        # Metrics that were logged are reset at the end of their epoch.
+        ended = set() if at.begun else {entry["meta"]["metric_attribute"] for entry in saved["logged_sums"].values()}
+        self._steps.saved_metrics = {
+            part: {name: states for name, states in saved.get(part, {}).items() if name not in ended}
+            for part in ("metric_states", "exact_metrics", "exact_validations")
+        }
         with _loop_errors_as_user_errors():
             set_counters(saved["loops"]["fit_loop"], at, ranks.count)
         sizes, size = saved.get("training_samples", []), saved.get("samples_of_a_micro_batch")

@@ -10,7 +10,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from project.step.capture import is_capturable
 from project.step.chance import Moments
 from project.step.hooks import StepHooks
-from project.step.metric_states import States
 from project.step.position import counts, out_of_time, timers
 from project.step.results import Results
 from project.step.slow_path import WeightedResults
@@ -51,8 +50,8 @@ class EpochLoop(_TrainingEpochLoop):
     _schedules_due = False
     """The run resumes with the schedules that go by a metric, which follow the last step."""
     _out_of_time: bool | None = None
-    metric_states: States | None = None
-    """The states of torchmetrics, in an epoch that the run resumes."""
+    saved_metrics: StateDict | None = None
+    """The states of torchmetrics, where a run resumes, until they are restored."""
     _counts_own_steps = False
     """The fit is on the fast path: its only optimiser's count is the number of steps."""
     _has_validation = True
@@ -88,6 +87,12 @@ class EpochLoop(_TrainingEpochLoop):
         self.batch_progress.reset_on_restart()  # what had begun, by Lightning's count, is done again
         self.scheduler_progress.reset_on_restart()
         self.automatic_optimization.optim_progress.reset_on_restart()
+
+    def restore_metrics(self) -> None:
+        """Restores the states of torchmetrics, once."""
+        if self.saved_metrics is not None:
+            typed(self.trainer).logged.restore_metrics(self.saved_metrics)
+            self.saved_metrics = None
 
     def _should_check_val_fx(self, data_fetcher: Fetcher) -> bool:
         """Returns whether to validate now, as Lightning does, but a stop within a step or for time brings none forward."""

@@ -109,6 +109,7 @@ class Epochs(_FitLoop):
     def on_advance_start(self) -> None:
         if not self._resumes_within_epoch:
             self._structure_at_start = current_structure(self.trainer)
+            self.epoch_loop.restore_metrics()
         super().on_advance_start()
         if self._resumes_within_epoch:
             self._resumes_within_epoch = False

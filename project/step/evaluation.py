@@ -6,8 +6,7 @@ from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from project.step.loaders import Loaders
-from project.step.metric_states import metrics_of
-from project.step.state import step_state
+from project.typed import typed
 
 
 def loaders_of(trainer: Trainer) -> Loaders:
@@ -22,8 +21,7 @@ class Evaluation(_EvaluationLoop):
 
     def setup_data(self) -> None:
         """Sets up the loaders with the user's limit set aside: they are cut already. Notes what training has counted."""
-        counts = {name: metric.update_count for name, metric in metrics_of(self.trainer.lightning_module)}
-        step_state(self.trainer).updates_before_validation = counts
+        typed(self.trainer).logged.note_metrics()
         with loaders_of(self.trainer).limits_of_loop("test" if self.trainer.testing else "val"):
             super().setup_data()
 

@@ -7,9 +7,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from torch import Tensor
 
+from project.step.data_ranks import data_ranks
 from project.step.evaluated import begin_evaluated_micro_batch
 from project.step.measurements import measurement_loggers
-from project.step.metric_states import gather_metric_states
+from project.step.metric_states import RankStates, gather_metric_states, restore_metric_states, states_of_metrics
 from project.step.results import Results, Shown
 from project.step.state import micro_batch
 from project.typed import StateDict
@@ -37,6 +38,7 @@ class Logged(_LoggerConnector):
         super().__init__(trainer)
         self._delayed_numbers: dict[str, _DelayedNumber] = {}
         """Numbers of the last step that a bar shows, by name, where a GPU computes them."""
+        self._metrics_before_validation: dict[str, RankStates] = {}
 
     def on_batch_end(self) -> None:
         super().on_batch_end()
@@ -83,12 +85,22 @@ class Logged(_LoggerConnector):
     def reduce_metrics(self, stage: str) -> None:
         """Called at the end of an epoch. `ExactLogged` adds up what metrics have counted."""
 
+    def note_metrics(self) -> None:
+        """Notes the states of metrics, where a validation begins."""
+        self._metrics_before_validation = states_of_metrics(self.trainer.lightning_module)
+
+    def own_metrics(self) -> dict[str, RankStates]:
+        """Returns this rank's states from which a run resumes: a validation begins anew."""
+        return self._metrics_before_validation if self.trainer.validating else states_of_metrics(self.trainer.lightning_module)
+
     def metrics_of_ranks(self) -> dict[str, object]:
         """Returns the states of metrics for a checkpoint, by its key. Called by all ranks."""
-        return {"metric_states": gather_metric_states(self.trainer)}
+        return {"metric_states": gather_metric_states(self.own_metrics(), data_ranks(self.trainer))}
 
     def restore_metrics(self, checkpoint: StateDict) -> None:
-        """Called where a run resumes within an epoch. `ExactLogged` restores what metrics have counted."""
+        """Restores the states of metrics where a run resumes, after the hooks at its start, which may reset them."""
+        here = data_ranks(self.trainer)
+        restore_metric_states(checkpoint["metric_states"], self.trainer.lightning_module, here.rank, here.count)
 
     def on_batch_start(self, batch: object, dataloader_idx: int | None = None) -> None:
         """Begins a micro-batch of training or evaluation: sets its true size, tells the results its weight and its place in
@@ -112,7 +124,8 @@ class Logged(_LoggerConnector):
 
     @property
     def _stage(self) -> str:
-        return str(self.trainer.state.stage and self.trainer.state.stage.value)
+        """Returns "train", "val" (in a sanity check, too) or "test"."""
+        return str(self.trainer.state.stage and self.trainer.state.stage.dataloader_prefix)
 
     def should_reset_tensors(self, fx: str) -> bool:
         """Returns whether a first log resets what is there: Lightning discards it when a hook logs for the first time in an

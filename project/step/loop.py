@@ -30,7 +30,6 @@ from project.step.epoch_loop import EpochLoop
 from project.step.evaluation import loaders_of
 from project.step.fast_path import why_not_fast_path
 from project.step.gradients import clip_by_value
-from project.step.metric_states import restore_metric_states
 from project.step.micro_batch import MicroBatch, count_samples
 from project.step.runner import Outputs, Runner
 from project.step.slow_path import Fetched, NotingFetcher, adapt_strategy, restore_strategy
@@ -49,10 +48,7 @@ class Steps(EpochLoop):
         strategy = self.trainer.strategy
         if self._results.restore_sums(self.trainer.lightning_module, strategy.root_device, strategy.reduce):
             typed(self.trainer).logged.resume_within_epoch()
-        if self.metric_states is not None:
-            here = data_ranks(self.trainer)
-            restore_metric_states(self.metric_states, self.trainer.lightning_module, here.rank, here.count)
-            self.metric_states = None
+        self.restore_metrics()
         # By its name, as Lightning does: a module that takes the batches by itself.
         self._module_fetches_batches = bool(
             is_param_in_hook_signature(self.trainer.lightning_module.training_step, "dataloader_iter", explicit=True)

@@ -1,24 +1,26 @@
-"""Saves and restores the torchmetrics of a module in the middle of an epoch: their states go into a checkpoint, and come back.
+"""Saves and restores the torchmetrics of a module: their states go into a checkpoint, and come back.
 
-torchmetrics leaves its states out of a module's `state_dict`, because at the end of an epoch nothing is in them.
+torchmetrics leaves its states out of a module's `state_dict`, because at the end of an epoch nothing is in most of them; but a
+MaxMetric of validations, say, keeps its state for the whole run.
 """
 
 import logging
 from collections.abc import Iterator
-from typing import TypeAlias, TypedDict, cast
+from typing import TypeAlias, TypedDict, TypeVar, cast
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric, MetricCollection, MetricTracker
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
-from project.step.data_ranks import data_ranks
-from project.step.state import step_state
+from project.step.data_ranks import DataRanks
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 State: TypeAlias = Tensor | list[Tensor]
 
 
@@ -35,34 +37,46 @@ States: TypeAlias = dict[str, list[RankStates]]
 """By the name of the metric, of each rank its states."""
 
 
-def gather_metric_states(trainer: Trainer) -> States:
-    """Returns the states of all ranks, which must call this together. A validation begins anew, and so what it has counted is
-    left out: metrics that it has updated, unless training has logged them.
-    """
-    before = step_state(trainer).updates_before_validation
-    logged = [result.value for result in trainer.fit_loop.epoch_loop._results.values()]
-    own: dict[str, RankStates] = {}
-    for name, metric in metrics_of(trainer.lightning_module):
-        is_of_training = metric.update_count == before.get(name) or any(metric is value for value in logged)
-        if metric.update_called and (is_of_training or not trainer.validating):
-            held = {key: _on_host(value) for key, value in metric.metric_state.items()}
-            own[name] = {"state": held, "updates": metric.update_count}
-    by_rank = data_ranks(trainer).all_gather_objects(own)
-    # A rank that has not updated a metric, as its share of the data was empty, has nothing to put back.
+def states_of_metrics(module: LightningModule) -> dict[str, RankStates]:
+    """Returns copies of this rank's states of a module's metrics."""
+    made: dict[str, RankStates] = {}
+    for name, metric in metrics_of(module):
+        copies = {
+            key: [*value] if isinstance(value, list) else value.detach().clone() for key, value in metric.metric_state.items()
+        }
+        made[name] = {"state": copies, "updates": metric.update_count} if metric.update_called else {}
+    return made
+
+
+def on_host(states: T) -> T:
+    """Returns states in main memory, of plain tensors: a library's kind of tensor is in no file that is read as data."""
+    made: T = apply_to_collection(states, Tensor, lambda tensor: tensor.detach().cpu().as_subclass(Tensor))
+    return made
+
+
+def gather_metric_states(own: dict[str, RankStates], ranks: DataRanks) -> States:
+    """Returns the states of all ranks, which must call this together."""
+    by_rank = ranks.all_gather_objects(on_host(own))
     names = {key for of_rank in by_rank for key in of_rank}
     return {name: [of_rank.get(name, RankStates()) for of_rank in by_rank] for name in names}
 
 
 def restore_metric_states(saved: States, module: LightningModule, rank: int, ranks: int) -> None:
     """Restores states into the metrics of today's ranks."""
+    for name, part in module.named_modules():
+        if isinstance(part, MetricTracker):  # which has made a metric whenever it was told to
+            numbers = [key.removeprefix(f"{name}.").partition(".")[0] for key in saved]
+            while str(len(part)) in numbers:
+                part.increment()
     metrics = dict(metrics_of(module))
     for name, of_ranks in saved.items():
         if (metric := metrics.get(name)) is None:
             continue
+        Metric.reset(metric)  # a sanity check may have computed it
         here = of_ranks[rank] if len(of_ranks) == ranks else _on_other_ranks(name, metric, of_ranks, rank)
         for key, value in here.get("state", {}).items():
             setattr(metric, key, move_data_to_device(value, metric.device))
-        metric._update_count = here.get("updates", metric._update_count)
+        metric._update_count = here.get("updates", 0)
 
 
 def _on_other_ranks(name: str, metric: Metric, of_ranks: list[RankStates], rank: int) -> RankStates:
@@ -71,7 +85,7 @@ def _on_other_ranks(name: str, metric: Metric, of_ranks: list[RankStates], rank:
     """
     made: dict[str, State] = {}
     entries = [entry for entry in of_ranks if entry]
-    for key, how in metric._reductions.items():
+    for key, how in metric._reductions.items() if entries else ():
         parts = [entry["state"][key] for entry in entries]
         tensors = cast(list[Tensor], parts)  # which they are, but for those of `dim_zero_cat`
         if how in (dim_zero_max, dim_zero_min, dim_zero_mean):
@@ -95,10 +109,3 @@ def metrics_of(module: LightningModule) -> Iterator[tuple[str, Metric]]:
     for name, part in module.named_modules():
         if isinstance(part, Metric):
             yield name, part
-
-
-def _on_host(value: State) -> State:
-    """Returns a copy in main memory, of plain tensors: a library's kind of tensor is in no file that is read as data."""
-    if isinstance(value, list):
-        return [tensor.detach().cpu().as_subclass(Tensor) for tensor in value]
-    return value.detach().cpu().clone().as_subclass(Tensor)

@@ -36,8 +36,6 @@ class StepState:
     runner: Runner = field(default_factory=Runner)
     """What runs a micro-batch on the device: one operation after the other, or as a graph."""
 
-    updates_before_validation: dict[str, int] = field(default_factory=dict)
-    """How often each metric of the module had been updated when the validation at hand began."""
     evaluated: MicroBatch | None = None
     """The micro-batch that is evaluated, where it was dealt out by us."""
     failed_evaluation: str = ""

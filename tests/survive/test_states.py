@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
-from torchmetrics import CatMetric, MeanMetric
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, MeanSquaredError, MetricTracker
 
 from project import Trainer, run_folders
 from project.checkpoints.callback import Checkpoints, copy_to_host
@@ -1658,3 +1658,71 @@ def test_what_training_has_counted_is_in_a_checkpoint_of_a_validation(tmp_path: 
     whole = ends("whole")
     for file in (tmp_path / "whole/kept").glob("*.ckpt"):
         assert ends(file.stem, resume=file) == whole
+
+
+class Lasting(Regression):
+    """Keeps metrics for the whole run: the worst of validations and of epochs, means that nobody resets, a tracker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_validations, self.of_epochs, self.trained, self.validated = MaxMetric(), MaxMetric(), MeanMetric(), MeanMetric()
+        self.tracker = MetricTracker(MeanSquaredError(), maximize=True)
+
+    def on_train_start(self) -> None:
+        self.of_validations.reset()  # of what the sanity check has counted
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.trained.update(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.of_epochs.update(self.trained.compute())
+        self.log_dict({"trained": self.trained.compute(), "of_epochs": self.of_epochs.compute()})
+
+    def on_validation_epoch_start(self) -> None:
+        self.tracker.increment()
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.tracker.update(self.network(batch["point"]), batch["sum"])
+        self.validated.update(self.loss(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        self.of_validations.update(self.tracker.compute())
+        self.log_dict({"validated": self.validated.compute(), "of_validations": self.of_validations.compute()})
+        best, number = self.tracker.best_metric(return_step=True)
+        self.log_dict({"best": best, "number": float(number or 0), "tracked": float(len(self.tracker))})
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_metrics_that_outlive_an_epoch_go_on(tmp_path: Path, exact: bool) -> None:
+    """From a checkpoint within an epoch, of a validation, and of the end of an epoch."""
+    names = ("trained", "of_epochs", "validated", "of_validations", "best", "number", "tracked")
+    when: dict[str, dict[str, Any]] = {
+        "within": {"every_n_train_steps": 1},
+        "validation": {"monitor": "validated"},
+        "end": {"every_n_epochs": 1, "save_on_train_epoch_end": True},
+    }
+
+    def ends(folder: str, resume: Path | None = None) -> dict[str, float]:
+        saves = [ModelCheckpoint(tmp_path / folder / kind, save_top_k=-1, **how) for kind, how in when.items()]
+        settings: Any = {"max_epochs": 3, "accelerator": "cpu", "logger": False, "val_check_interval": 3, "exact": exact}
+        trainer = Trainer(default_root_dir=tmp_path / folder, callbacks=saves, global_batch_size=4, **settings)
+        trainer.fit(Lasting(), points(), DataLoader(Points(8), batch_size=4), ckpt_path=resume)
+        return {name: float(trainer.callback_metrics[name]) for name in names}
+
+    torch.manual_seed(1)
+    whole = ends("whole")
+    files = [
+        f"{kind}/epoch={epoch}-step={step}.ckpt"
+        for kind, epoch, step in (
+            ("within", 1, 8),
+            ("within", 1, 9),
+            ("validation", 1, 9),
+            ("validation", 0, 6),
+            ("end", 0, 6),
+            ("within", 0, 6),
+        )
+    ]
+    assert {file: ends(file.replace("/", " "), tmp_path / "whole" / file) for file in files} == dict.fromkeys(files, whole)
