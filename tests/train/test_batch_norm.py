@@ -232,13 +232,13 @@ class Looks(Normed):
 @pytest.mark.parametrize("manual", [False, True])
 def test_the_statistics_are_the_layers_own_within_a_step_too(tmp_path, manual):
     """They were those of the micro-batch at hand: labels by an evaluation were of nothing, and copies had them."""
-    ours, stock = Looks(manual), Looks(manual)
-    trained(tmp_path, ours)
+    module, stock = Looks(manual), Looks(manual)
+    trained(tmp_path, module)
     trained(tmp_path, stock, StockTrainer)
-    torch.testing.assert_close(ours.labels, stock.labels)
+    torch.testing.assert_close(module.labels, stock.labels)
     for name in ("block", "target"):
-        torch.testing.assert_close(getattr(ours, name).state_dict(), getattr(stock, name).state_dict())
-    assert ours.average.module[1].running_mean.any()
+        torch.testing.assert_close(getattr(module, name).state_dict(), getattr(stock, name).state_dict())
+    assert module.average.module[1].running_mean.any()
 
 
 def test_a_layer_that_goes_by_its_statistics_in_training_is_left_alone(tmp_path):
