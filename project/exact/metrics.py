@@ -220,7 +220,8 @@ class ExactMetrics:
         self._continue_counting()
         self._counted = {stage: {} if rank else checkpoint.get(part, {}) for part, stage in _PARTS.items()}
         for _, metric in metrics_of(self.module):
-            Metric.reset(metric)
+            if metric.update_called:  # what a module has restored by itself stays
+                Metric.reset(metric)
 
 
 def _never_distributed() -> bool:

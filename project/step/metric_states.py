@@ -72,11 +72,12 @@ def restore_metric_states(saved: States, module: LightningModule, rank: int, ran
     for name, of_ranks in saved.items():
         if (metric := metrics.get(name)) is None:
             continue
-        Metric.reset(metric)  # a sanity check may have computed it
+        if metric.update_called:  # in a sanity check; what a module has restored by itself stays
+            Metric.reset(metric)
         here = of_ranks[rank] if len(of_ranks) == ranks else _on_other_ranks(name, metric, of_ranks, rank)
         for key, value in here.get("state", {}).items():
             setattr(metric, key, move_data_to_device(value, metric.device))
-        metric._update_count = here.get("updates", 0)
+        metric._update_count = here.get("updates", metric._update_count)
 
 
 def _on_other_ranks(name: str, metric: Metric, of_ranks: list[RankStates], rank: int) -> RankStates:
