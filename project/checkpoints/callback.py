@@ -355,7 +355,10 @@ class Checkpoints(Checkpoint):
         return bool(trainer.strategy.broadcast(self.failed is not None))
 
     def _copied_state(self, trainer: Trainer, finished: bool) -> Record:
-        """Copies what this rank writes of the run's state into main memory, and makes its manifest."""
+        """Copies what this rank writes of the run's state into main memory, and makes its manifest. The copy before it is on
+        the disk by then, or the memory for two would be needed: it is waited for in any case.
+        """
+        self.wait()
         own, manifest = self._state(trainer, finished)
         return copy_to_host(own), manifest
 

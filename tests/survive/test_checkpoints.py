@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -454,3 +455,12 @@ def test_from_a_path_what_came_later_is_set_aside(uninterrupted, quick, tmp_path
     assert resumed.code == 0, resumed.output
     assert_same_run(tmp_path, uninterrupted(1))
     assert json.loads((folder / "step-000000024.json").read_text())["finished"]
+
+
+def test_a_state_is_copied_when_the_copy_before_it_is_on_the_disk(monkeypatch):
+    checkpoints, written = Checkpoints(), threading.Event()
+    checkpoints._pending = ThreadPoolExecutor(1).submit(written.wait)
+    threading.Timer(0.2, written.set).start()
+    monkeypatch.setattr(checkpoints, "_state", lambda trainer, finished: (written.is_set(), {}))
+    monkeypatch.setattr("project.checkpoints.callback.copy_to_host", lambda own: own)
+    assert checkpoints._copied_state(None, finished=False) == (True, {})
