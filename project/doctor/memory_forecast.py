@@ -8,6 +8,7 @@ are still on their way to their ranks.
 
 import logging
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from torch.optim import Optimizer
 
 from project.cluster import gpu
 from project.cluster.environment import limits
+from project.cluster.processes import memory_of
 from project.data.dealing import chance_kept
 from project.data.self_dealing import SelfDealing
 from project.doctor.activations import FAKE, activations, copy_like, fake, first_batch
@@ -52,6 +54,11 @@ _ON_HOST = " (host)"  # in the memory of a GPU's host
 _USABLE = 0.95  # of a device's memory: the rest goes to its driver, to libraries, and into gaps
 _WIDE = 150  # columns, where no terminal says how many there are
 _HOST = 8  # ranks on a host, where the YAML doesn't say
+# What a CPU's process keeps of memory that was freed, as it was seen in runs of up to 160 steps: glibc has holes too small by
+# some bytes for what was there before.
+_HOLES = 8  # times the largest parameter: two are an update's
+_GATHERED = 6  # times the network, where blocks are gathered and let go
+_FIRST_STEP = 64 << 20  # what a process takes on top of what it has: libraries and threads that training begins with
 
 
 @dataclass(frozen=True)
@@ -123,6 +130,7 @@ class Forecaster:
         strategy, self.precision, self.device = trainer.strategy, trainer.precision_plugin, trainer.strategy.root_device
         module, self.data = trainer.lightning_module, trainer.datamodule
         self.global_batch = loaders_of(trainer).global_batch
+        self.saves = bool(trainer.checkpoint_callbacks)
         self.averages = sum(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)
         self.module = copy_like(module, lambda tensor: tensor.detach().to("meta"), self.device)
         self.precision.convert_module(self.module)
@@ -176,7 +184,7 @@ class Forecaster:
         # DDP sends gradients in buckets: on a GPU they lie in there, on a CPU they are copied (step/ddp.py).
         buckets = 0 if layout.ranks == 1 or on_gpu or layout.exact else _bytes(learning)
         kept = None if self.batch is None else self._kept(layout.param_dtype if layout.sharded else None)
-        figures = {
+        figures: dict[str, int | None] = {
             "parameters": held,
             "gradients": _bytes(learning, dtype=layout.reduce_dtype) if layout.waits else _bytes(learning, shards),
             "optimiser": None if self._states is None else _bytes(self._states, shards),
@@ -184,8 +192,16 @@ class Forecaster:
             "activations": kept and kept[layout.sharded and layout.checkpoint_activations],
             "other": buffers + self.averages * (held + buffers),
         }
+        figures["checkpoint"] = sum(figures[name] or 0 for name in ("parameters", "optimiser", "other")) if self.saves else 0
+        if not on_gpu:  # cluster/memory.py; gradients and activations leave holes as well
+            largest = max((parameter.nbytes for parameter in learning), default=0)
+            holes = _HOLES * largest + (_GATHERED * _bytes(parameters) if layout.sharded else 0)
+            figures["freed"] = holes + _bytes(learning) + (figures["activations"] or 0)
+        figures["process"] = memory_of(os.getpid()) + _FIRST_STEP
         offloaded = layout.sharded and layout.cpu_offload and on_gpu
         marks = dict.fromkeys(("parameters", "gradients", "optimiser"), _ON_HOST) if offloaded else {}
+        if on_gpu:
+            marks |= dict.fromkeys(("checkpoint", "process"), _ON_HOST)
         return Forecast(layout, figures, marks | ({"gradients": " *"} if layout.waits else {}))
 
     def _gathered(self, layout: Layout) -> int:
@@ -272,7 +288,7 @@ def _room(device: torch.device, ranks_here: int) -> tuple[int | None, str]:
         memory = gpu.memory(device)
         return memory.left, f"; {memory}" if str(memory) else ""
     left = limits(Path("."))["memory"]
-    return left and left // ranks_here, f", shared by {ranks_here}"
+    return left and left // ranks_here, f", shared by {ranks_here}" * (ranks_here > 1)
 
 
 def report(trainer: TypedTrainer) -> None:
@@ -335,7 +351,8 @@ def _forecasts(trainer: TypedTrainer, configured: Configured, ranks: str) -> lis
     given, here = settings.get("devices"), torch.cuda.device_count() if forecaster.device.type == "cuda" else 1
     devices = len(given) if isinstance(given, (list, tuple)) else int(given) if str(given).isdigit() else here
     rows, refused = list[Forecast](), list[str]()
-    for count in numbers(ranks, devices * int(settings.get("num_nodes") or 1)):
+    own_count = devices * int(settings.get("num_nodes") or 1)
+    for count in numbers(ranks, own_count if layout.shard else max(own_count, 2)):
         per_host = min(count, devices if devices > 1 else _HOST)
         row = replace(layout, shard=layout.shard or "full", ranks=count, per_host=per_host)
         try:
@@ -344,7 +361,9 @@ def _forecasts(trainer: TypedTrainer, configured: Configured, ranks: str) -> lis
             refused.append(f"{count:,} ranks: {str(error).partition(' HINT:')[0]}")
         rows.append(forecaster.forecast(row))
     first = rows[0].layout
-    ddp = forecaster.forecast(replace(first, shard=None, ranks=max(2, first.ranks), accumulation=1, shared_by=1))
+    alone = own_count == 1 and not layout.shard and numbers(ranks, 1) == [1]
+    ddp_ranks, per_host = (1, 1) if alone else (max(2, first.ranks), max(2, first.per_host))
+    ddp = forecaster.forecast(replace(first, shard=None, ranks=ddp_ranks, per_host=per_host, accumulation=1, shared_by=1))
     own = rows if layout.shard else [ddp]
     rows = [*rows, ddp] if layout.shard else [ddp, *rows]
     kinds = ", ".join(sorted({type(block).__name__ for _, block in forecaster.blocks}))
@@ -355,7 +374,7 @@ def _forecasts(trainer: TypedTrainer, configured: Configured, ranks: str) -> lis
     console.print(f"A micro-batch of {samples}; precision {trainer.precision}; on {forecaster.device.type}.")
     if not layout.shard:
         console.print("trainer.strategy has each rank hold everything. Beside it, what strategy=sharded would hold.")
-    console.print(fit_table(_table(rows), console, ("hosts", "other", "gathered", "gradients")))
+    console.print(fit_table(_table(rows), console, ("hosts", "other", "gathered", "gradients", "freed", "checkpoint")))
     notes = forecaster.notes(*(row.layout for row in rows))
     for line in (*notes, *refused, *(forecaster.verdict(row)[1] for row in own)):
         console.print(line)
@@ -369,7 +388,8 @@ def _table(rows: Sequence[Forecast]) -> Table:
     for row in rows:
         layout = row.layout
         hosts = -(-layout.ranks // layout.per_host)
-        who = [f"{layout.ranks:,}", f"{hosts:,}", f"sharded, {layout.shard}"] if layout.shard else ["any", "", "ddp"]
+        any_number = ["any" if layout.ranks > 1 else "1", "", "ddp"]
+        who = [f"{layout.ranks:,}", f"{hosts:,}", f"sharded, {layout.shard}"] if layout.shard else any_number
         table.add_row(*who, *row.texts.values())
     return table
 
@@ -379,4 +399,4 @@ def numbers(text: str, here: int) -> list[int]:
     given = [part for part in text.replace(" ", "").split(",") if part not in ("", "true", "True")]
     if not all(part.isdigit() and int(part) for part in given):
         raise UserError(f"--dry_run={text}: these are numbers of ranks. HINT: --dry_run=8,64,1024.")
-    return sorted({int(part) for part in given}) or [max(here, 2)]
+    return sorted({int(part) for part in given}) or [here]

@@ -180,7 +180,7 @@ def test_a_dry_run_takes_any_number_of_ranks_in_one_process_and_leaves_nothing(q
     assert "* whole, until the last micro-batch of a step" in run.output
     assert "64 ranks: 64 rank(s) with micro-batches of 16 can't make a global batch of 64" in run.output
     assert "2 ranks: fits a device like the one here" in run.output
-    assert [numbers("true", 4), numbers("true", 1), numbers("64,8", 1)] == [[4], [2], [8, 64]]
+    assert [numbers("true", 4), numbers("true", 1), numbers("64,8", 1)] == [[4], [1], [8, 64]]
     with pytest.raises(UserError, match="numbers of ranks"):
         numbers("8,many", 1)
 
@@ -194,6 +194,57 @@ def test_a_dry_run_of_images_and_of_a_network_that_no_machine_holds(quick):
     run = quick(*GPT, *huge, "--trainer.global_batch_size=null", "--trainer.strategy=sharded", "--dry_run=8,1024")
     assert cells(run.output)["sharded, full", "8"][3] == "30 GiB"  # 64.4e9 x 4 bytes / 8
     assert re.search(r"8 ranks: does not fit a device like the one here.*HINT: checkpoint_activations=true", run.output)
+
+
+WIDE = """
+import torch
+from lightning.pytorch import LightningModule, Callback
+from pathlib import Path
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+class Wide(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(4, 3000), nn.ReLU(), nn.Linear(3000, 3000), nn.ReLU(), nn.Linear(3000, 1))
+
+    def training_step(self, batch, batch_idx):
+        return self.network(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(256, 4)), batch_size=8)
+
+class Peak(Callback):
+    def teardown(self, trainer, pl_module, stage):
+        peak = Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]
+        Path(f"peak-{trainer.global_rank}").write_text(peak)
+"""
+
+
+def in_mib(cell):
+    number, unit = cell.split()
+    return float(number) * {"B": 2**-20, "KiB": 2**-10, "MiB": 1, "GiB": 1024}[unit]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["auto", "sharded"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_fit_on_a_cpu_peaks_below_the_forecast(ranks, strategy, cli, tmp_path):
+    (tmp_path / "wide.py").write_text(WIDE)
+    given = [f"--trainer.devices={ranks}", f"--trainer.strategy={strategy}", "--trainer.global_batch_size=32"]
+    given = ["fit", "--model=wide.Wide", "--trainer.accelerator=cpu", "--trainer.max_steps=8", *given]
+    shown = cli(*given, "--dry_run")
+    table = cells(shown.output)
+    row = table["ddp", "1" if ranks == 1 else "any"] if strategy == "auto" else table["sharded, full", str(ranks)]
+    run = cli(*given, "--trainer.callbacks+=wide.Peak")
+    assert run.code == 0, run.output
+    measured = [int((tmp_path / f"peak-{rank}").read_text()) / 1024 for rank in range(ranks)]
+    assert max(measured) <= in_mib(row[-1]) <= 2 * max(measured), row
+    if (ranks, strategy) == (1, "auto"):
+        assert re.search(r"ddp: fits a device like the one here \([^,]* each\)", shown.output)
 
 
 @pytest.mark.faults
