@@ -406,6 +406,8 @@ class Logs(Callback):
         pl_module.log("it/loss", outputs["loss"])
         if trainer.is_global_zero:
             pl_module.log("it/first", outputs["loss"], on_step=False, on_epoch=True, rank_zero_only=True)
+        if trainer.global_rank == trainer.world_size - 1 or trainer.global_step % 4 > 1:  # the last rank alone, at first
+            pl_module.log("it/last", outputs["loss"], on_step=False, on_epoch=True, sync_dist=True)
 
 
 class Watcher(Callback):

@@ -5,7 +5,7 @@ the number of ranks and on accumulation. Here each layer is given other buffers 
 the mean over this rank's micro-batches; one small all-reduce, which travels during the backward pass, makes it the mean over
 all, and the layer's own momentum is applied to that. Whoever looks at the layer at any other moment (`training_step` in its
 evaluation mode, a hook, an average of the weights, a copy, a checkpoint) sees the running statistics, and nothing else. Where
-torch.compile has translated layers, which would translate hooks, too, they have the other buffers throughout `training_step`.
+torch.compile translates layers, they have the other buffers throughout `training_step`.
 
 A forward pass that the backward pass takes again (`torch.utils.checkpoint`) gathers nothing: it was counted the first time.
 A layer whose own `forward` goes by its running statistics in training (batch renorm) is left alone.
@@ -15,18 +15,17 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial, reduce
+from types import MethodType
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from project.exact.sums import WideSum, sum_from_coarsest
-from project.step.batch_norm_layers import batch_norms, compiled_modules
+from project.step.batch_norm_layers import batch_norms, compiled_modules, has_translated_functions
 from project.step.state import step_state
 
 T = TypeVar("T")
@@ -116,6 +115,28 @@ class _Layer:
         return [sum(means[1:], means[0]), sum(variances[1:], variances[0])]
 
 
+class _Forward:
+    """Stands in for the `forward` of a layer during a step. A copy of the layer, or one in a file, has its class's."""
+
+    def __init__(self, layer: _Layer, again: bool) -> None:
+        self._layer, self._again = layer, again
+
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        norm = self._layer.norm
+        self._layer.lend(self._again)
+        try:
+            return type(norm).forward(norm, *args, **kwargs)
+        finally:
+            self._layer.return_buffers()
+
+    def __deepcopy__(self, memo: dict[int, _BatchNorm]) -> MethodType:
+        copied = memo[id(self._layer.norm)]
+        return MethodType(type(copied).forward, copied)
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, str]]:
+        return getattr, (self._layer.norm, "forward")
+
+
 def _statistics_of(norms: list[_BatchNorm]) -> list[Tensor]:
     return [part for norm in norms for part in (norm.running_mean, norm.running_var) if part is not None]
 
@@ -136,8 +157,6 @@ class StepStatistics(Callback):
         self._number = 0  # of the micro-batch within its step
         self._steps = 0  # taken before this one
         self._in_forward = self._in_backward = False
-        self._of_norm: dict[nn.Module, _Layer] = {}
-        self._hooks: list[RemovableHandle] = []  # on all modules: a hook of a layer would be copied with it
         self._throughout = False  # layers are translated
         self._sum = torch.zeros(0)  # over the forward passes of this step, on this rank; then each layer's number of passes
         self._passes: dict[tuple[int, ...], Tensor] = {}  # numbers that are on the device already
@@ -167,7 +186,7 @@ class StepStatistics(Callback):
             others = iter(self._gathered[-1].split(sizes))
             self._sizes += sizes
             self._layers += [_Layer(norm, norm in translated, next(others), next(others)) for norm in norms]
-        self._of_norm, self._throughout = {layer.norm: layer for layer in self._layers}, not translated.isdisjoint(self._norms)
+        self._throughout = has_translated_functions(pl_module) or not translated.isdisjoint(self._norms)
         device = self._gathered[0].device
         self._sum = torch.zeros(sum(self._sizes) + len(self._norms), device=device, dtype=reduce(torch.promote_types, kinds))
         self._passes, self._momenta = {}, {}
@@ -204,30 +223,17 @@ class StepStatistics(Callback):
         return output
 
     def _begin_passes(self) -> None:
-        """Has each layer other buffers during its passes; where layers are translated, until these end."""
-        if self._throughout:
-            for layer in self._layers:
+        """Has each layer other buffers during its passes; where torch.compile translates layers, until these end."""
+        for layer in self._layers:
+            if self._throughout:
                 layer.lend(self._in_backward)
-        elif not self._hooks:
-            self._hooks = [
-                register_module_forward_pre_hook(self._begin_pass),
-                register_module_forward_hook(self._end_pass, always_call=True),
-            ]
-
-    def _begin_pass(self, module: nn.Module, inputs: object) -> None:
-        if layer := self._of_norm.get(module):
-            layer.lend(self._in_backward)
-
-    def _end_pass(self, module: nn.Module, inputs: object, output: object) -> None:
-        if layer := self._of_norm.get(module):
-            layer.return_buffers()
+            else:
+                vars(layer.norm)["forward"] = _Forward(layer, self._in_backward)
 
     def _end_passes(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
         for layer in self._layers:
             layer.return_buffers()
+            vars(layer.norm).pop("forward", None)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._layers and loss.requires_grad:  # when it begins: what hooks look at till then are the running statistics
@@ -334,4 +340,4 @@ class StepStatistics(Callback):
         """Gives the strategy its own `training_step` back, and each layer its own buffers."""
         trainer.strategy.__dict__.pop("training_step", None)
         self._end_passes()
-        self._layers, self._norms, self._gathered, self._of_norm = [], [], [], {}
+        self._layers, self._norms, self._gathered = [], [], []

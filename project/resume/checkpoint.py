@@ -47,6 +47,7 @@ from project.step.ddp import all_gather_objects
 from project.step.evaluation import loaders_of
 from project.step.loop import Steps
 from project.step.measurements import resume_loggers
+from project.step.metric_states import with_parts
 from project.step.optimizers import restore_dtypes
 from project.step.position import Position, check_loop_progress, is_over, out_of_time, position, set_counters
 from project.typed import StateDict, callbacks_of, typed
@@ -341,7 +342,8 @@ class Resuming(_CheckpointConnector):
         if at.begun:
             self._steps._results.resume_with(saved["logged_sums"], ranks.rank, ranks.count)
         # Metrics that were logged are reset at the end of their epoch.
-        ended = set() if at.begun else {entry["meta"]["metric_attribute"] for entry in saved["logged_sums"].values()}
+        logged = () if at.begun else {entry["meta"]["metric_attribute"] for entry in saved["logged_sums"].values()}
+        ended = with_parts(logged, self.trainer.lightning_module)
         self._steps.saved_metrics = {
             part: {name: states for name, states in saved.get(part, {}).items() if name not in ended}
             for part in ("metric_states", "exact_metrics", "exact_validations")

@@ -2,8 +2,10 @@
 
 import copy
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from types import FunctionType, MethodType
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,7 +38,8 @@ def is_plain(layer: _BatchNorm) -> bool:
 
     A subclass with a `forward` of its own (timm's with an activation, batch renorm) is tried on a twin in the host's memory.
     """
-    if "forward" in vars(layer):
+    own = vars(layer).get("forward")
+    if own is not None and not (isinstance(own, MethodType) and own.__func__ is type(layer).forward):
         return False
     if type(layer).forward in _PLAIN_FORWARDS:
         return True
@@ -87,3 +90,16 @@ def is_translated(module: nn.Module) -> bool:
     """Returns whether torch.compile has translated a module."""
     # What torch.compile wraps is in a class of this name, which has no public place.
     return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+
+
+def has_translated_functions(module: nn.Module) -> bool:
+    """Returns whether a module, a part of it, or a file of their classes has a function that torch.compile has translated: it
+    may call any layer.
+    """
+    parts = [part for part in module.modules() if not is_translated(part)]
+    kinds = {kind for part in parts for kind in type(part).__mro__}
+    files = {sys.modules[kind.__module__] for kind in kinds if kind.__module__ in sys.modules}
+    values = [
+        value for holder in (*parts, *kinds, *files) for value in vars(holder).values() if isinstance(value, FunctionType)
+    ]
+    return any("_torchdynamo_orig_callable" in vars(value) and "_torchdynamo_disable" not in vars(value) for value in values)

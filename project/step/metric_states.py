@@ -5,7 +5,7 @@ MaxMetric of validations, say, keeps its state for the whole run.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TypeAlias, TypedDict, TypeVar, cast
 
 import torch
@@ -110,3 +110,10 @@ def metrics_of(module: LightningModule) -> Iterator[tuple[str, Metric]]:
     for name, part in module.named_modules():
         if isinstance(part, Metric):
             yield name, part
+
+
+def with_parts(names: Collection[str | None], module: LightningModule) -> set[str | None]:
+    """Returns the names of metrics and of those that they are made of, which are reset with them."""
+    known = dict(module.named_modules())
+    parts = {id(part) for name in names if name in known for part in known[name].modules()}
+    return {*names, *(name for name, metric in metrics_of(module) if id(metric) in parts)}

@@ -263,19 +263,24 @@ class Results(_ResultCollection):
         for key in self._keys_of_epoch():
             samples: Tensor = self[key].metric_state.get("cumulated_batch_size", torch.tensor(0))
             own[key] = self._sum_of_this_rank(key), samples.cpu()
-        by_rank = ranks.all_gather_objects(own)
+        by_rank = ranks.all_gather_objects({key: (self._description(key), value) for key, value in own.items()})
         made: Sums = {}
-        for key, of_this_rank in own.items():
-            if of_this_rank is None and not all(key in of_rank for of_rank in by_rank):
+        for key, (described, value) in {key: entry for of_rank in reversed(by_rank) for key, entry in of_rank.items()}.items():
+            if value is not None:
+                described["ranks"] = [of_rank[key][1] if key in of_rank else None for of_rank in by_rank]
+            elif not all(key in of_rank for of_rank in by_rank):
                 continue  # an object that other ranks have not logged
-            result: _ResultMetric = self[key]
-            meta = result.meta
-            made[key] = {
-                "meta": {**{name: getattr(meta, name) for name in _META}, "reduce_fx": meta.reduce_fx.__name__},
-                "sync": {"should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
-                "ranks": [] if of_this_rank is None else [of_rank.get(key) for of_rank in by_rank],
-            }
+            made[key] = described
         return made
+
+    def _description(self, key: str) -> Sum:
+        """Returns how a value is logged."""
+        meta = self[key].meta
+        return {
+            "meta": {**{name: getattr(meta, name) for name in _META}, "reduce_fx": meta.reduce_fx.__name__},
+            "sync": {"should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
+            "ranks": [],
+        }
 
     def _sum_of_this_rank(self, key: str) -> Tensor:
         """Returns the sum, or largest or smallest value, on this rank; or parts of it, which are to be added."""

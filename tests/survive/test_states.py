@@ -1620,6 +1620,28 @@ def test_a_run_that_resumes_at_the_end_of_an_epoch_has_its_metrics(tmp_path: Pat
     assert part.errors == whole.errors  # the start of the first epoch is called again
 
 
+class Composed(Reduced):
+    """Logs a metric that is made of two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = MeanMetric(), MeanMetric()
+        self.both = self.first + self.second
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        self.both.update(batch["sum"].float())
+        self.log("both", self.both, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_composed_metric_counts_an_epoch_once(tmp_path: Path) -> None:
+    saves = ModelCheckpoint(tmp_path / "kept", save_top_k=-1, every_n_epochs=1, save_on_train_epoch_end=True)
+    whole = fit(tmp_path / "whole", Composed(), points(24), steps=11, callbacks=[saves])
+    (file,) = (tmp_path / "kept").glob("epoch=0-*.ckpt")
+    resumed = fit(tmp_path / "part", Composed(), points(24), steps=11, resume=file)
+    assert same(resumed.callback_metrics["both"], whole.callback_metrics["both"])
+
+
 class Computed(Reduced):
     """Computes a metric of its training steps by itself, at the end of an epoch."""
 

@@ -241,6 +241,35 @@ def test_the_statistics_are_the_layers_own_within_a_step_too(tmp_path, manual):
     assert module.average.module[1].running_mean.any()
 
 
+class Direct(Normed):
+    """Calls a layer's `forward` by itself; its head is translated, by a function or as a module, or not."""
+
+    def __init__(self, translate: Any = lambda head: head) -> None:
+        super().__init__()
+        head = self.head
+        self.through_head = translate(head)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        values = self.block[1].forward(self.block[0](batch[0]))
+        return self.through_head(values).square().mean()
+
+
+@pytest.mark.parametrize("translated", ["module", "function"])
+def test_what_is_translated_beside_a_layer_is_so_once(tmp_path, translated):
+    torch.compiler.reset()
+    backend = Counting()
+
+    def translate(head: Any) -> Any:
+        return torch.compile(head if translated == "module" else lambda values: head(values), backend=backend, dynamic=False)
+
+    once, plain = (
+        trained(tmp_path, Direct(how), max_steps=6, accumulate_grad_batches=2) for how in (translate, lambda head: head)
+    )
+    assert backend.graphs == 1
+    assert all(torch.equal(once[name], value) for name, value in plain.items() if "head" not in name)
+    assert plain["block.1.num_batches_tracked"] == 6
+
+
 def test_a_layer_that_goes_by_its_statistics_in_training_is_left_alone(tmp_path):
     state, stock = (trained(tmp_path, Normed(Renorm), kind, max_steps=9) for kind in (Trainer, StockTrainer))
     assert all(torch.allclose(value, stock[name]) for name, value in state.items())
