@@ -53,7 +53,7 @@ from project.sharded.root import Root
 from project.sharded.shards import any_rank, gather, read_shard, shard_like, skip_overflow_on_all_ranks
 from project.sharded.tensor_parallel import Plan, parallelize_layers, plan_of, refuse_settings, refuse_single_rank
 from project.step.data_ranks import ByDataRanks
-from project.step.ddp import broadcast_from_rank_0, refuse_sync_batch_norm_on_cpu
+from project.step.ddp import broadcast_from_rank_0, refuse_lazy, refuse_sync_batch_norm_on_cpu
 from project.step.optimizers import states_in
 from project.typed import StateDict
 
@@ -181,6 +181,8 @@ class Sharded(ByDataRanks):
             return
         self.accelerator.setup(trainer)
         if training:
+            if self.world_size > 1:
+                refuse_lazy(self.model)
             refuse_own_steps(trainer.lightning_module)
             refuse_pruning(trainer)
             refuse_hooks(self.model)

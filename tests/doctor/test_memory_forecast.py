@@ -3,11 +3,14 @@
 import re
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -15,6 +18,7 @@ from torch.multiprocessing import start_processes
 from torch.utils.checkpoint import checkpoint
 
 from project import Sharded, Trainer
+from project.doctor.activations import copy_like
 from project.doctor.memory_forecast import Forecaster, Layout, numbers, on_meta, report
 from project.errors import UserError
 from project.model.gpt import LanguageModel
@@ -262,3 +266,15 @@ def test_at_the_start_of_a_sharded_fit_a_line_says_what_each_rank_will_hold(tmp_
         monkeypatch.setattr("project.doctor.memory_forecast._room", lambda device, ranks: (200_000, ""))
         report(trainer)
     assert re.search(r"WARNING .*does not fit .*\(195 KiB each\). HINT: \w+=\w+ makes it", caplog.text)
+
+
+def test_a_copy_that_is_computed_with_logs_nothing(tmp_path: Path) -> None:
+    """Its `training_step` may log by the logger itself: a sharded run that resumed had a point more."""
+    module = BoringModel()
+    module.trainer = Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=CSVLogger(tmp_path))
+    copied = copy_like(module, lambda tensor: tensor, torch.device("cpu"))
+    assert copied.logger is not None
+    copied.logger.log_metrics({"loss": 1.0})
+    copied.logger.save()
+    assert not [*tmp_path.rglob("metrics.csv")]
+    assert isinstance(module.logger, CSVLogger)

@@ -923,10 +923,10 @@ def test_a_lazy_layer_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixt
         fit(tmp_path / "exact", Lazy(), points(), global_batch_size=8, exact=True)
 
 
-@pytest.mark.parametrize("exact", ["true", "false"])
-def test_a_lazy_layer_on_several_ranks_is_refused(quick: Cli, exact: str) -> None:
+@pytest.mark.parametrize("setting", ["exact=true", "exact=false", "strategy=sharded"])
+def test_a_lazy_layer_on_several_ranks_is_refused(quick: Cli, setting: str) -> None:
     words = ("fit", "--data=tests.own.PointsData", "--model=tests.survive.test_states.Lazy", "--trainer.accelerator=cpu")
-    run = quick(*words, f"--trainer.exact={exact}", "--trainer.global_batch_size=6", "--trainer.max_steps=2", ranks=3)
+    run = quick(*words, f"--trainer.{setting}", "--trainer.global_batch_size=6", "--trainer.max_steps=2", ranks=3)
     assert run.code == 2, run.output
     assert "network.0.weight has no shape before the first batch" in run.output
     assert "Traceback" not in run.output
