@@ -34,7 +34,8 @@ def expand(argv: list[str]) -> list[str]:
     Files come right after the verb, in their order: jsonargparse lets the last setting of a key win, and a key that the
     command line itself sets counts over any file.
     """
-    after = 1 + next((at for at, argument in enumerate(argv) if argument in TRAINING), -1)
+    has_verb = bool(argv) and not argv[0].startswith("-")  # `bench`, say
+    after = next((at + 1 for at, argument in enumerate(argv) if argument in TRAINING), int(has_verb))
     return [argument for part in (argv[:after], argv[after:]) for argument in _files_first(part)]
 
 
