@@ -23,6 +23,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.hooks import RemovableHandle
 
 from project.exact.sums import WideSum, sum_from_coarsest
 from project.step.batch_norm_layers import batch_norms, compiled_modules, has_translated_functions
@@ -157,6 +158,7 @@ class StepStatistics(Callback):
         self._number = 0  # of the micro-batch within its step
         self._steps = 0  # taken before this one
         self._in_forward = self._in_backward = False
+        self._hook: RemovableHandle | None = None
         self._throughout = False  # layers are translated
         self._sum = torch.zeros(0)  # over the forward passes of this step, on this rank; then each layer's number of passes
         self._passes: dict[tuple[int, ...], Tensor] = {}  # numbers that are on the device already
@@ -237,7 +239,7 @@ class StepStatistics(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._layers and loss.requires_grad:  # when it begins: what hooks look at till then are the running statistics
-            loss.register_hook(self._begin_backward)
+            self._hook = loss.register_hook(self._begin_backward)
 
     def _begin_backward(self, gradient: Tensor) -> None:
         self._in_backward = True
@@ -245,6 +247,8 @@ class StepStatistics(Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._in_backward = False
+        if self._hook is not None:  # the loss may be differentiated once more
+            self._hook.remove()
         if self._in_forward:  # a module that steps by itself
             self._begin_passes()
         else:

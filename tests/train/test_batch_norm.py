@@ -241,6 +241,28 @@ def test_the_statistics_are_the_layers_own_within_a_step_too(tmp_path, manual):
     assert module.average.module[1].running_mean.any()
 
 
+class Twice(Normed):
+    """Differentiates a loss, and then again, or not, before it goes through the layer once more."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__(manual=True)
+        self.again = again
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.optimizers().zero_grad()
+        loss = self.head(self.block(batch[0])).square().mean()
+        self.manual_backward(loss, retain_graph=True)
+        if self.again:
+            torch.autograd.grad(loss, self.head.weight)
+        self.manual_backward(self.head(self.block(2 * batch[0])).square().mean())
+        self.optimizers().step()
+
+
+def test_a_loss_that_is_differentiated_again_hides_no_pass(tmp_path):
+    once, again = (trained(tmp_path, Twice(more)) for more in (False, True))
+    assert all(torch.equal(value, again[name]) for name, value in once.items())
+
+
 class Direct(Normed):
     """Calls a layer's `forward` by itself; its head is translated, by a function or as a module, or not."""
 
