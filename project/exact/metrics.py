@@ -21,7 +21,7 @@ from project.errors import UserError
 from project.exact.sums import WideSum, sum_from_coarsest
 from project.step.ddp import all_gather_objects
 from project.step.logged import Logged
-from project.step.metric_states import RankStates, metrics_of, on_host, restore_metric_states
+from project.step.metric_states import RankStates, metrics_of, on_host, restore_metric_states, set_state
 from project.typed import StateDict
 
 _MICRO_BATCHES = 2**24  # of an epoch, at most
@@ -171,7 +171,7 @@ class ExactMetrics:
                     value = sum_from_coarsest(state).view(default.shape).to(metric.device, default.dtype)
                 else:
                     value = state.to(metric.device)
-                setattr(metric, key, value)
+                set_state(metric, key, value)
             metric._update_count, metric._computed = counted["updates"], None
             if name not in self._reduced:
                 self._reduced[name] = metric, metric.distributed_available_fn

@@ -102,4 +102,4 @@ def has_translated_functions(module: nn.Module) -> bool:
     values = [
         value for holder in (*parts, *kinds, *files) for value in vars(holder).values() if isinstance(value, FunctionType)
     ]
-    return any("_torchdynamo_orig_callable" in vars(value) and "_torchdynamo_disable" not in vars(value) for value in values)
+    return any("get_compiler_config" in vars(value) for value in values)

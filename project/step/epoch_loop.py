@@ -238,9 +238,13 @@ class EpochLoop(_TrainingEpochLoop):
         if methods is None:
             methods = self._methods_of_hooks[hook, recording] = self._find_methods_of_hook(hook, recording)
         if methods:
-            self._module.__dict__["_current_fx_name"] = hook
+            self._name_hook(hook)
             for method in methods:
                 method(*args)
+
+    def _name_hook(self, hook: str) -> None:
+        """Names the hook that is called, for those who log in it."""
+        self._module.__dict__["_current_fx_name"] = hook
 
     def _find_methods_of_hook(self, hook: str, recording: bool) -> list[Callable[..., object]]:
         """Returns the methods of a hook; while a graph is recorded, only those that can be a part of it."""

@@ -229,7 +229,7 @@ class Steps(EpochLoop):
     def _forward_and_backward(self, batch: Batch, number: int, accumulates: bool) -> Outputs:
         """Computes the forward and the backward pass of a micro-batch, with the hooks around them."""
         micro_batches = self.trainer.accumulate_grad_batches
-        self._module.__dict__["_current_fx_name"] = "training_step"  # for those who log in it
+        self._name_hook("training_step")
         first = number % micro_batches == 0
         if first:
             self.gradients.begin_step()

@@ -76,8 +76,13 @@ def restore_metric_states(saved: States, module: LightningModule, rank: int, ran
             Metric.reset(metric)
         here = of_ranks[rank] if len(of_ranks) == ranks else _on_other_ranks(name, metric, of_ranks, rank)
         for key, value in here.get("state", {}).items():
-            setattr(metric, key, move_data_to_device(value, metric.device))
+            set_state(metric, key, move_data_to_device(value, metric.device))
         metric._update_count = here.get("updates", metric._update_count)
+
+
+def set_state(metric: Metric, name: str, value: object) -> None:
+    """Sets a state of a metric, which has no setter."""
+    setattr(metric, name, value)
 
 
 def _on_other_ranks(name: str, metric: Metric, of_ranks: list[RankStates], rank: int) -> RankStates:

@@ -263,24 +263,27 @@ class Results(_ResultCollection):
         for key in self._keys_of_epoch():
             samples: Tensor = self[key].metric_state.get("cumulated_batch_size", torch.tensor(0))
             own[key] = self._sum_of_this_rank(key), samples.cpu()
-        by_rank = ranks.all_gather_objects({key: (self._description(key), value) for key, value in own.items()})
+        described = {key: (self._description(key), value) for key, value in own.items()}
+        by_rank = ranks.all_gather_objects(described)
         made: Sums = {}
-        for key, (described, value) in {key: entry for of_rank in reversed(by_rank) for key, entry in of_rank.items()}.items():
-            if value is not None:
-                described["ranks"] = [of_rank[key][1] if key in of_rank else None for of_rank in by_rank]
-            elif not all(key in of_rank for of_rank in by_rank):
+        # Its own names, where it has them: others are other objects, and other bytes in a file.
+        others = {key: entry for of_rank in by_rank for key, entry in of_rank.items() if key not in described}
+        for key, ((meta, sync), value) in {**described, **others}.items():
+            if value is None and not all(key in of_rank for of_rank in by_rank):
                 continue  # an object that other ranks have not logged
-            made[key] = described
+            of_ranks = [of_rank[key][1] if key in of_rank else None for of_rank in by_rank]
+            made[key] = {
+                "meta": {name: meta[name] for name in (*_META, "reduce_fx")},
+                "sync": {"should": sync[0], "rank_zero_only": sync[1]},
+                "ranks": [] if value is None else of_ranks,
+            }
         return made
 
-    def _description(self, key: str) -> Sum:
-        """Returns how a value is logged."""
+    def _description(self, key: str) -> tuple[StateDict, tuple[bool, bool]]:
+        """Returns how a value is logged, and how it is shared."""
         meta = self[key].meta
-        return {
-            "meta": {**{name: getattr(meta, name) for name in _META}, "reduce_fx": meta.reduce_fx.__name__},
-            "sync": {"should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
-            "ranks": [],
-        }
+        described = {**{name: getattr(meta, name) for name in _META}, "reduce_fx": meta.reduce_fx.__name__}
+        return described, (meta.sync.should, meta.sync.rank_zero_only)
 
     def _sum_of_this_rank(self, key: str) -> Tensor:
         """Returns the sum, or largest or smallest value, on this rank; or parts of it, which are to be added."""
