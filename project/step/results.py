@@ -268,22 +268,22 @@ class Results(_ResultCollection):
         made: Sums = {}
         # Its own names, where it has them: others are other objects, and other bytes in a file.
         others = {key: entry for of_rank in by_rank for key, entry in of_rank.items() if key not in described}
-        for key, ((meta, sync), value) in {**described, **others}.items():
-            if value is None and not all(key in of_rank for of_rank in by_rank):
+        for key, (description, value) in {**described, **others}.items():
+            if value is not None:
+                description["ranks"] = [of_rank[key][1] if key in of_rank else None for of_rank in by_rank]
+            elif not all(key in of_rank for of_rank in by_rank):
                 continue  # an object that other ranks have not logged
-            of_ranks = [of_rank[key][1] if key in of_rank else None for of_rank in by_rank]
-            made[key] = {
-                "meta": {name: meta[name] for name in (*_META, "reduce_fx")},
-                "sync": {"should": sync[0], "rank_zero_only": sync[1]},
-                "ranks": [] if value is None else of_ranks,
-            }
+            made[key] = description
         return made
 
-    def _description(self, key: str) -> tuple[StateDict, tuple[bool, bool]]:
-        """Returns how a value is logged, and how it is shared."""
+    def _description(self, key: str) -> Sum:
+        """Returns how a value is logged, with no rank's sum yet."""
         meta = self[key].meta
-        described = {**{name: getattr(meta, name) for name in _META}, "reduce_fx": meta.reduce_fx.__name__}
-        return described, (meta.sync.should, meta.sync.rank_zero_only)
+        return {
+            "meta": {**{name: getattr(meta, name) for name in _META}, "reduce_fx": meta.reduce_fx.__name__},
+            "sync": {"should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
+            "ranks": [],
+        }
 
     def _sum_of_this_rank(self, key: str) -> Tensor:
         """Returns the sum, or largest or smallest value, on this rank; or parts of it, which are to be added."""
