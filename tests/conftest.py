@@ -23,6 +23,7 @@ from hypothesis import settings
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from project.launch.early_start import free_port
+from project.survive.output import ignore_output_errors
 from project.watch.curves import board_tag
 from tests.cluster.machine import missing, wait_until
 from tests.standin.pool import Pool, meeting_place
@@ -162,6 +163,7 @@ def _main(program: str, folder: Path, words: tuple[str, ...], output: Path, extr
     with output.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    ignore_output_errors()  # as `python -m project` does: the lines of several ranks don't mix
     multiprocessing.set_start_method("fork", force=True)  # as in a program of its own; here it would be forkserver
     os.chdir(folder)
     for name in (

@@ -27,13 +27,16 @@ class _TolerantFile(io.FileIO):
 
 
 def _tolerant_stream(stream: TextIO, number: int) -> TextIO:
-    """Returns a stream whose writes never fail; one that is not the program's own (under a test, say) is returned as it is."""
+    """Returns a stream whose writes never fail; one that is not the program's own (under a test, say) is returned as it is.
+
+    With PYTHONUNBUFFERED a line is written as soon as it is whole, so that the lines of several ranks don't mix.
+    """
     if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != number:
         return stream
     stream.flush()
     raw = io.BufferedWriter(_TolerantFile(number, "w", closefd=False))
-    kept = {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
-    return io.TextIOWrapper(raw, **kept)
+    by_lines = stream.line_buffering or stream.write_through
+    return io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=by_lines)
 
 
 def ignore_output_errors() -> None:

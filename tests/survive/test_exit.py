@@ -3,6 +3,7 @@
 import cProfile
 import json
 import pstats
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -87,3 +88,20 @@ def test_a_profiler_around_the_program_writes_its_results(tmp_path: Path) -> Non
     command = [sys.executable, "-m", cProfile.__name__, "-o", "profile", "-m", "project", *FIT, "--print_config"]
     subprocess.run(command, cwd=tmp_path, env=environment(PYTHONHASHSEED="0"), check=True, capture_output=True)
     assert pstats.Stats(str(tmp_path / "profile")).total_tt > 0
+
+
+PRINTING = """
+import os
+from project.survive.output import ignore_output_errors
+ignore_output_errors()
+print("a line of", "two words")
+os._exit(0)
+"""
+
+
+def test_unbuffered_output_is_written_at_once_and_a_line_as_a_whole() -> None:
+    reader, writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # where each write is a message
+    with reader, writer:
+        subprocess.run((sys.executable, "-c", PRINTING), env=environment(), stdout=writer, check=True, timeout=300)
+        reader.settimeout(0)
+        assert reader.recv(100) == b"a line of two words\n"
