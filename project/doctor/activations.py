@@ -12,7 +12,6 @@ from typing import cast
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -23,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data import DataLoader, IterableDataset
 
 from project.sharded.replaced import give_attributes
+from project.step.measurements import silenced
 
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)  # the only one: fake tensors of two can't be used together
 
@@ -49,7 +49,7 @@ def copy_like(module: LightningModule, like: Callable[[Tensor], Tensor], device:
     trainer, kind = copy.copy(module.trainer), type(module.trainer)
     steps = trainer.max_steps if trainer.max_steps > 0 else 1000  # schedules want them; Lightning would open the data to count
     trainer.__class__ = type(kind.__name__, (kind,), {"estimated_stepping_batches": steps})
-    trainer.loggers = [DummyLogger()] if trainer.loggers else []  # what the user's own lines log is not the run's
+    trainer.loggers = silenced(trainer.loggers)  # what the user's own lines log is not the run's
     copied.trainer = trainer
     for part in copied.modules():
         if "_device" in vars(part):  # Lightning's modules and torchmetrics' metrics, which make tensors there

@@ -26,6 +26,7 @@ from project.step.chance import Moments
 from project.step.ddp import wrap_again_if_outdated
 from project.step.evaluation import install_evaluations, loaders_of
 from project.step.loop import Steps
+from project.step.measurements import silenced
 from project.step.optimizers import restore_dtypes
 from project.step.position import counts, is_over, stopped_within_epoch
 from project.step.results import Results
@@ -157,7 +158,7 @@ class Epochs(_FitLoop):
             return
         restore_copies, learning, loggers = _copy_states(trainer, callbacks), current_structure(trainer), trainer.loggers
         apply_structure(trainer, self._structure_at_start or learning)
-        trainer.loggers = []  # what was said then is said; what was logged for the epoch's end is logged again
+        trainer.loggers = silenced(loggers)  # what was said then is said; what was logged for the epoch's end is logged again
         module.__dict__["_current_fx_name"] = "on_train_epoch_start"
         try:
             for callback in starting:

@@ -1,10 +1,11 @@
-"""The protocols of loggers that want what this project measures, and those that resume their curves."""
+"""The protocols of loggers that take measurements, resume or flush; and their stand-ins that log nothing."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
 
 
 class TakesMeasurements:
@@ -43,3 +44,24 @@ def measurement_loggers(trainer: Trainer) -> list[Logger]:
     receives what the user's module logs, and nothing else.
     """
     return trainer.loggers if any(isinstance(logger, TakesMeasurements) for logger in trainer.loggers) else []
+
+
+def silenced(loggers: Iterable[Logger]) -> list[Logger]:
+    """Returns stand-ins of the loggers' own types, with their names and folders, that log nothing."""
+    return [_silenced(logger) for logger in loggers]
+
+
+def _silenced(logger: Logger) -> Logger:
+    kind = type(logger)
+    methods = [name for name in dir(kind) if not name.startswith("_") and callable(getattr(kind, name))]
+    members = {
+        **dict.fromkeys(methods, _do_nothing),
+        "__init__": lambda self: self.__dict__.update(vars(logger)),
+        "experiment": property(lambda self: DummyLogger().experiment),
+    }
+    stand_in: Logger = type(kind.__name__, (kind,), members)()
+    return stand_in
+
+
+def _do_nothing(*args: object, **kwargs: object) -> None:
+    pass

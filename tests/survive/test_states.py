@@ -1,5 +1,6 @@
 """States that users have where they like: a resumed run continues with all of them, or says which it can't have."""
 
+import csv
 import itertools
 import logging
 import re
@@ -1283,6 +1284,29 @@ def test_an_optimizer_that_is_exchanged_in_mid_run_is_named(tmp_path: Path, capl
     assert caplog.text.count("The optimiser is SGD now, and configure_optimizers made Adam") == 1
     with pytest.raises(UserError, match="states of optimisers do not fit Adam"):
         fit(tmp_path, Exchanging(), points(), steps=9, resume=True)
+
+
+class Announcing(Regression):
+    """Uses its logger at the start of each epoch, as Lightning's pages do."""
+
+    folders: tuple[str | None, ...] = ()
+
+    def on_train_epoch_start(self) -> None:
+        assert isinstance(self.logger, CSVLogger)
+        self.logger.log_metrics({"begins": self.current_epoch}, self.global_step)
+        self.logger.experiment.log_metrics({"begins_too": self.current_epoch})
+        self.folders = (*self.folders, self.trainer.log_dir, self.logger.log_dir)
+
+
+def test_the_start_of_an_epoch_that_is_repeated_finds_its_logger_and_logs_nothing_again(tmp_path: Path) -> None:
+    begun = []
+    for version, steps in enumerate((8, 14)):
+        logger = CSVLogger(tmp_path, "curves", version)
+        fit(tmp_path, module := Announcing(), points(), steps, resume=version > 0, logger=logger)
+        assert {*module.folders} == {logger.log_dir}
+        rows = csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines())
+        begun += [[row["begins"] for row in rows if row["begins"]]]
+    assert begun == [["0", "1"], ["2"]]
 
 
 class Growing(Dataset[Any]):
