@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.types import EVAL_DATALOADERS, TRAIN_DATALOADERS
 
 from project.aliases import refuse_other_lightning
+from project.checkpoints.callback import checkpoints_of
 from project.runs import run_of
 from project.survive.hang.watchdog import Watchdog
 from project.typed import TypedTrainer, callbacks_of
@@ -89,6 +90,8 @@ class FolderOfRun(TypedTrainer):
         try:
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
             self._has_fit = True
+            if (saved := checkpoints_of(self)) and saved.store:  # what was written at the very end, too
+                saved.store.send()
         finally:
             self._has_fit |= self.global_step > 0
             if is_new and not self._has_fit:  # one that has failed before its first step leaves nothing

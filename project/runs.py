@@ -43,7 +43,7 @@ from project.launch.launcher import Launch
 from project.launch.orphans import launcher_pid
 from project.masking import masked
 from project.step.monitored import chosen_metric
-from project.untrusted import read_text, read_yaml, shortened, write_text
+from project.untrusted import dump_yaml, read_text, read_yaml, shortened, write_text
 from project.watch.fingerprint_file import FILE as FINGERPRINTS
 from project.watch.history import FILE, lives_of
 
@@ -254,15 +254,18 @@ class Run:
         if changes:
             log.warning("The configuration of the run has changed: %s", "; ".join(texts.values()))
         if named:
-            self._keep_config(cast(Mapping[str, int], manifest["position"])["global_step"])
+            self._keep_config(cast(Mapping[str, int], manifest["position"])["global_step"], before)
 
-    def _keep_config(self, step: int) -> None:
+    def _keep_config(self, step: int, known: Mapping[str, object]) -> None:
         """Keeps the configuration that the run was trained with up to here."""
         kept = self.folder / f"config-until-step-{step:09d}.yaml"
         try:
             if not os.path.lexists(kept):
                 now = self.folder / "config.yaml"
-                write_text(kept, read_text(now, follow=False), stat.S_IMODE(now.stat().st_mode))
+                if now.exists():
+                    write_text(kept, read_text(now, follow=False), stat.S_IMODE(now.stat().st_mode))
+                else:  # of a folder that was brought from a store
+                    write_text(kept, dump_yaml(known))
         except (OSError, ValueError) as error:
             log.warning("What the run was trained with up to step %d can't be kept: %s", step, shortened(error))
 
@@ -348,8 +351,7 @@ def refuse_url(folder: str | Path | None) -> None:
     if is_url(folder):
         raise UserError(
             f"trainer.default_root_dir={folder}: a run's folder is on a file system that all hosts see, not at a URL. HINT: "
-            "take a folder. A ModelCheckpoint(dirpath=URL) in trainer.callbacks saves there, too, and "
-            "Trainer.fit(ckpt_path=URL) resumes from its files."
+            "take a folder, and set checkpoints.copy_to to the URL: the folder is copied there, and brought back."
         )
 
 

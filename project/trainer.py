@@ -30,7 +30,7 @@ from torch import Tensor
 from project.aliases import take_either_lightning
 from project.arguments import Plugin, checked, named_errors, resolve_plugins, resolve_precision
 from project.callbacks import default_kinds, keeps_records, with_ours
-from project.checkpoints.callback import checkpoints_of
+from project.checkpoints.callback import Checkpoints, checkpoints_of
 from project.cluster.connection import connect_hosts, connect_on_loopback
 from project.cluster.cores import cores
 from project.cluster.memory import keep_freed_memory
@@ -100,8 +100,8 @@ class Trainer(NotesWhoStops, FolderOfRun):
         global_batch_size: samples behind one optimiser step, over all ranks, for data without this key of its own; None is the
             product of the loader's batch_size, the number of ranks and accumulate_grad_batches.
         join_timeout: seconds that several hosts wait for all ranks at the start.
-        shared_folder: all hosts must see the run's folder. False: only rank 0's host has it; rank 0 must stay there, and the
-            other hosts receive the checkpoint to resume from.
+        shared_folder: all hosts must see the run's folder. False: only rank 0's host has it; rank 0 must stay there, unless
+            there is a copy (checkpoints.copy_to), and the other hosts receive the checkpoint to resume from.
         precision: '16-mixed', 'bf16-mixed', '32-true' and so on; 'auto' is bf16-mixed on GPUs that have it, else 16-mixed;
             without a GPU fp16 becomes bf16, or fp32 if that is faster on the CPU.
         gradient_compression: 'fp16' or 'bf16' halves what the ranks send each other, and rounds the sum of the gradients.
@@ -201,6 +201,7 @@ class Trainer(NotesWhoStops, FolderOfRun):
         if on_cpu(accelerator):
             keep_freed_memory(large=not (isinstance(self.strategy, Sharded) and self.world_size > 1))
         self._join_timeout, self.shared_folder, self.max_time = join_timeout, shared_folder, kwargs.get("max_time")
+        self.rank_0_may_move = any(saved.copy_to for saved in callbacks_of(self, Checkpoints))
         self.host_of, self.host_names, self.configuration, self.global_batch = launch.host_of, [host()], {}, None
         by_time = self._val_check_time_interval is not None  # type: ignore[attr-defined]
         self._wanted_val_interval = None if by_time else self.val_check_interval

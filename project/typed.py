@@ -56,6 +56,8 @@ class TypedTrainer(pl.Trainer):
     host_of: Callable[[int], str | None]
     """Returns the host on which the launcher, where it knows, has put a rank."""
     shared_folder: bool
+    rank_0_may_move: bool
+    """Its host need not be the one that has the run's folder: there is a copy elsewhere."""
     max_time: str | timedelta | dict[str, int] | None
     stopped_by: str
     """The key of the EarlyStopping that has set `should_stop` in this fit; '' as long as none has."""

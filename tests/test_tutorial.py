@@ -50,11 +50,17 @@ LINES = {
     "docs/howto/pandas.md": ("micro-batch 32 x accumulation 6 = global batch 192",),
     "docs/howto/lora.md": ("micro-batch 8 x accumulation 6 = global batch 48",),
     "docs/howto/detection.md": ("micro-batch 4 x accumulation 6 = global batch 24",),
+    "docs/howto/spot.md": (
+        "exit code 137",
+        "Brings the run from ",
+        "Resumes from ",
+        "1 host x 2 processes x micro-batch 16 x accumulation 3 = global batch 96",
+    ),
     "docs/howto/sweep.md": ("   4  model.init_args.width=256", "Side by side: lightning_logs/compared.html"),
 }
 """What a page shows, and its commands print on any machine."""
 NEEDS = {"docs/howto/pandas.md": ["pandas"], "docs/howto/lora.md": ["transformers", "peft"]}
-BUILDS_ON = {"docs/howto/sweep.md": "docs/tutorial.md"}
+BUILDS_ON = dict.fromkeys(("docs/howto/sweep.md", "docs/howto/spot.md"), "docs/tutorial.md")
 
 
 @pytest.mark.parametrize("page", LINES)

@@ -27,6 +27,7 @@ from project.checkpoints.reading import (
     whole_manifest,
     written_in,
 )
+from project.checkpoints.store import Store
 from project.checkpoints.writing import (
     FileWriter,
     Lost,
@@ -92,6 +93,8 @@ class Checkpoints(Checkpoint):
         monitor: the metric by which the best checkpoint is also kept; 'auto' is the highest val/acc or val_acc, else the lowest
             val/loss or val_loss.
         mode: 'max' if more of the metric is better, 'min' if less.
+        copy_to: a store (s3://BUCKET/FOLDER, or whatever fsspec knows) or a folder on another disk, into which the run's folder
+            is copied beside the training; a host that lacks the run's newest checkpoint brings it from there.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class Checkpoints(Checkpoint):
         keep_last: int = 2,
         monitor: str | None = "auto",
         mode: str = "max",
+        copy_to: str | None = None,
     ) -> None:
         if not every_n_minutes > 0:
             raise UserError(f"checkpoints.every_n_minutes is more than 0, and not {every_n_minutes}. HINT: .inf for never.")
@@ -111,7 +115,8 @@ class Checkpoints(Checkpoint):
         if mode not in ("min", "max"):
             raise UserError(f"checkpoints.mode is 'min' or 'max', and not {mode!r}.")
         self.every_n_steps, self.every_n_minutes, self.keep_last = every_n_steps, every_n_minutes, keep_last
-        self.monitor, self.mode = monitor, mode
+        self.monitor, self.mode, self.copy_to = monitor, mode, copy_to
+        self.store: Store | None = None
         self.before_save: list[Callable[[Trainer], None]] = []  # called before each save
         self.last: Path | None = None
         self.best: tuple[float, Path] | None = None
@@ -147,6 +152,9 @@ class Checkpoints(Checkpoint):
         self._folder = Path(trainer.default_root_dir) / "checkpoints"
         self._file_writer = FileWriter(typed(trainer).resuming.trusts_checkpoints)
         self._shard_writers = shard_writers(trainer) if stage == "fit" else None
+        if self.copy_to and trainer.is_global_zero and stage == "fit" and not typed(trainer).fast_dev_run:
+            self.store = Store(self.copy_to, self._folder.parent)
+            self.store.claim()
         if trainer.is_global_zero and stage == "fit" and self._folder.is_dir():
             clean_up(self._folder)
             for path in checkpoints_in(self._folder):
@@ -211,6 +219,8 @@ class Checkpoints(Checkpoint):
     def on_step_begins(self, trainer: Trainer, pl_module: LightningModule) -> None:
         step = trainer.global_step
         self._log_cost(trainer)
+        if self.store:
+            self.store.check_owner()
         if self._validated or (self.every_n_steps and step and step % self.every_n_steps == 0):
             self.save(trainer)
         if self.interval and self.interval.steps and step - self._in_memory_at >= self.interval.steps:
@@ -249,6 +259,9 @@ class Checkpoints(Checkpoint):
         if self._has_failed(trainer):  # the last one matters: once more, in case the disk has room again
             self.save(trainer, finished=not out_of_time(trainer))
         self.wait()
+        if self.store:
+            self.store.send()
+            self.store.check_owner()
         if trainer.world_size > 1:  # rank 0 alone knows, and all of them read it
             self._shared_best_path = trainer.strategy.broadcast(self.best_model_path)
         self._log_cost(trainer)
@@ -394,7 +407,7 @@ class Checkpoints(Checkpoint):
 
     @property
     def writing(self) -> bool:
-        return self._pending is not None and not self._pending.done()
+        return any(pending and not pending.done() for pending in (self._pending, self.store and self.store.pending))
 
     def wait(self) -> None:
         """Waits until nothing is being written."""
@@ -413,6 +426,8 @@ class Checkpoints(Checkpoint):
                 self._measurements = {"run/checkpoint_s": self.seconds, "run/checkpoint_mb": size / 1e6}
                 self._update_last_and_best(path, manifest)
                 self._prune()
+                if self.store:
+                    self.store.send_soon()
         except Lost as error:
             self.failed = str(error)
             log.log(logging.WARNING if first else logging.DEBUG, "Checkpoint %s is left unfinished: %s.", path, error)

@@ -88,7 +88,12 @@ class Manifest(Content, total=False):
 def checkpoints_in(folder: Path) -> list[Path]:
     """Lists a folder's checkpoints, the oldest first; none of a folder elsewhere to which another user has put a link."""
     paths = [] if foreign_link(folder) else folder.glob("step-*.ckpt")
-    return sorted(path for path in paths if _NAME.fullmatch(path.name))
+    return sorted(path for path in paths if is_checkpoint(path.name))
+
+
+def is_checkpoint(name: str) -> bool:
+    """Returns whether this is the name of a checkpoint that this project has written."""
+    return _NAME.fullmatch(name) is not None
 
 
 def written_in(folder: Path) -> list[Path]:

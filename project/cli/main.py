@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import seed_everything
 
+from project.checkpoints.callback import checkpoints_of
 from project.checkpoints.reading import checkpoints_in
 from project.cli.class_paths import START
 from project.cli.config import Parser, brought, refuse_odd_sections
@@ -47,6 +48,8 @@ from project.watch.report import write
 
 log = logging.getLogger(__name__)
 
+_LAST_COPY = 20.0
+"""Seconds for the last copy of the run's folder, which may hold why the run has failed."""
 PATIENCE = 10.0
 """Seconds that a process has for its end before the threads that keep it are reported."""
 _SAMPLES = 32
@@ -212,3 +215,5 @@ def _write_report(ran: Trainer, say: Callable[..., None]) -> None:
         log.warning(
             "The report can't be written: %s. HINT: python -m project report %s", error, shlex.quote(os.path.relpath(folder))
         )
+    if (saved := checkpoints_of(ran)) and saved.store:
+        saved.store.send(_LAST_COPY)

@@ -24,6 +24,7 @@ from torch import nn
 
 from project.checkpoints.callback import Checkpoints, checkpoints_of
 from project.checkpoints.reading import Manifest, Verification, memory_folder
+from project.checkpoints.store import Store
 from project.cli.class_paths import START, Refusal, take_functions
 from project.cli.config import HelpAll, Parser, SaveConfig, save_config, touches_nothing
 from project.cli.ranks import set_rank
@@ -344,6 +345,8 @@ class ProjectCLI(LightningCLI):
                 return None
             self._run = open_beside(root, settings.run, self._kind(), verb, launch)
         self.folder, ProjectCLI.opened = self._run.folder, self._run
+        if verb == "fit" and settings.checkpoints.copy_to:
+            Store(settings.checkpoints.copy_to, self.folder).fetch()
         log_to(self.folder / "log.txt")
         if verb in EVALUATING or (self.folder / "config.yaml").exists():  # a new run may be refused: SaveConfig names it
             log.info("Run: %s", self.folder)
@@ -452,6 +455,8 @@ class ProjectCLI(LightningCLI):
             log.info("%-11s %s", name, text)
         if saved and saved.failed:
             raise FaultError(f"The run is over, and its last checkpoint could not be written: {saved.failed}")
+        if saved and saved.store and saved.store.failed:
+            raise FaultError(f"The run is over, and its last checkpoint could not be copied: {saved.store.failed}")
 
 
 def log_communication(folder: Path) -> None:

@@ -63,7 +63,7 @@ def connect_hosts(trainer: TypedTrainer, seconds: float) -> None:
     problems = []
     if differing := environment.compare(facts, trainer.configuration, rendezvous.hosts, rendezvous.exchange):
         problems.append(f"{'; '.join(differing)}. HINT: every rank needs the same versions, code and configuration.")
-    if not trainer.shared_folder and (moved := shared_folder.moved(*place)):
+    if not (trainer.shared_folder or trainer.rank_0_may_move) and (moved := shared_folder.moved(*place)):
         problems.append(f"{moved[0]}. HINT: {shared_folder.MOVE}")
     if trainer.shared_folder and (unseen := shared_folder.folder_problem(*place)):
         problems.append(f"{unseen[0]}. HINT: {shared_folder.SHARE}")

@@ -43,7 +43,7 @@ class ExaminedRun:
         self.trainer, self.folder, self.processes = trainer, folder, processes
         self.rank, self.world_size, self.local_rank = trainer.global_rank, trainer.world_size, trainer.local_rank
         self.device = trainer.strategy.root_device
-        self.shared, self.configuration = trainer.shared_folder, trainer.configuration
+        self.shared, self.may_move, self.configuration = trainer.shared_folder, trainer.rank_0_may_move, trainer.configuration
         self.environment = of_this_rank(self.device, self.configuration)
         self.micro_batch, self.workers = 1, 0  # until the data was opened
         self._loaders, self.global_batch, self.global_batch_key = loaders, loaders.global_batch, "trainer.global_batch_size"

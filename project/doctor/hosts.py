@@ -68,7 +68,7 @@ def run_folder(this: Examination) -> None:
     if run.shared:
         problem, good, fix = shared_folder.folder_problem(*place), "written on one, read on all", shared_folder.SHARE
     else:
-        problem, fix = shared_folder.moved(*place), shared_folder.MOVE
+        problem, fix = None if run.may_move else shared_folder.moved(*place), shared_folder.MOVE
         good = "only rank 0's host needs it (trainer.shared_folder=false)"
     this.add("run's folder", [Trouble(*problem)] if problem else [], f"{run.folder}: {good}", fix)
 

@@ -85,6 +85,7 @@ def alone(words: Sequence[str], settings: Mapping[str, object]) -> list[str]:
     return [
         *(f"--trainer.{key}={value}" for key, value in trainer.items()),
         *("--checkpoints.every_n_steps=1", "--checkpoints.every_n_minutes=.inf", "--checkpoints.keep_last=1000"),
+        "--checkpoints.copy_to=null",
         *("--trainer.callbacks+=project.proof.recorder.Recorder", "--run=prove"),
     ]
 

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from project.checkpoints.callback import checkpoints_of
 from project.checkpoints.exchange import bring_parts, has_all_parts
 from project.checkpoints.reading import SafeCheckpointIO, is_url, memory_folder, newest_good, set_aside_later, whole_manifest
+from project.checkpoints.store import Store
 from project.checkpoints.writing import check, unreadable_items
 from project.cluster import shared_folder
 from project.errors import FaultError, UserError
@@ -221,6 +222,10 @@ class Resuming(_CheckpointConnector):
             is_first = self.trainer.is_global_zero
             return str(typed(self.trainer).best_checkpoint(saved.monitor, saved.mode)) if is_first else None
         is_of_run = ckpt_path == "last" and saved
+        if is_of_run and saved and saved.copy_to and state_fn == TrainerFn.FITTING:
+            if not self.trainer.is_global_zero:  # whom rank 0 tells
+                return None
+            Store(saved.copy_to, Path(self.trainer.default_root_dir)).fetch()
         # All ranks look, so nothing is set aside.
         newest = newest_good(Path(self.trainer.default_root_dir) / "checkpoints", set_aside=False) if is_of_run else None
         self._takes_newest = newest is not None

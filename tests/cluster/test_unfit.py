@@ -140,6 +140,22 @@ def test_only_rank_0_has_the_folder(alone, hosts, tmp_path):
     assert_same_curve(tmp_path, alone)
 
 
+def test_rank_0_continues_on_another_host_where_the_run_has_a_copy(alone, hosts, tmp_path):
+    """h1 is stopped; h2, which has a disk of its own and had no folder of the run, becomes rank 0's host."""
+    (tmp_path / "lightning_logs").mkdir()
+    (tmp_path / "disk/lightning_logs").mkdir(parents=True)
+    apart = hosts[1].seeing(tmp_path / "disk/lightning_logs", tmp_path / "lightning_logs")
+    stop = {"class_path": "tests.probes.Fault", "init_args": {"step": 25, "number": int(signal.SIGTERM)}}
+    words = (*FIT, "--run=it", "--trainer.shared_folder=false", f"--checkpoints.copy_to={tmp_path / 'store'}")
+    words = (*words, f"--trainer.callbacks={json.dumps([stop])}")
+    for master, ranks, code in (("h1", ("0", "1"), 143), ("h2", ("1", "0"), 0)):
+        places = zip((hosts[0], apart), ranks, strict=True)
+        running = [start(host, tmp_path, *words, nodes=2, master=master, NODE_RANK=rank) for host, rank in places]
+        assert results(running, tmp_path)[0] == [code] * 2, log(tmp_path, "h1") + log(tmp_path, "h2")
+    assert "Brings the run from" in log(tmp_path, "h2")
+    assert_same_curve(tmp_path / "disk", alone)
+
+
 @pytest.mark.faults
 @pytest.mark.timed
 def test_a_slow_link_and_the_way_around_a_name(hosts, tmp_path):
