@@ -407,7 +407,7 @@ class Checkpoints(Checkpoint):
 
     @property
     def writing(self) -> bool:
-        return any(pending and not pending.done() for pending in (self._pending, self.store and self.store.pending))
+        return self._pending is not None and not self._pending.done()
 
     def wait(self) -> None:
         """Waits until nothing is being written."""

@@ -53,8 +53,8 @@ class Store:
         self._root = f"{root.rstrip('/')}/{name}"
         self._this_start = f"{host()}, process {os.getpid()} ({secrets.token_hex(8)})"
         self._sent: dict[str, tuple[int, int]] = {}
-        self._sender = ThreadPoolExecutor(1, "store")
-        self.pending: Future[None] | None = None
+        self._sender: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
 
     def fetch(self) -> None:
         """Brings the run's files here, where the newest checkpoint of the store is of a later position than the folder's."""
@@ -80,13 +80,18 @@ class Store:
 
     def send_soon(self) -> None:
         """Copies what has changed, beside the training."""
-        if self.pending is None or self.pending.done() or self.pending.running():
-            self.pending = self._sender.submit(self._send)
+        if self._pending is None or self._pending.done() or self._pending.running():
+            self._sender = self._sender or ThreadPoolExecutor(1, "store")
+            self._pending = self._sender.submit(self._send)
 
     def send(self, seconds: float | None = None) -> None:
         """Copies what has changed, and waits for it, at most so long; what has failed is tried once more."""
         self.send_soon()
-        wait([self._sender.submit(lambda: self._send() if self.failed else None)], seconds)
+        assert self._sender is not None
+        last = self._sender.submit(lambda: self._send() if self.failed else None)
+        wait([last], seconds)
+        self._sender.shutdown(wait=last.done())
+        self._sender = self._pending = None
 
     def check_owner(self) -> None:
         """Raises a FaultError where the run was started again elsewhere, and goes on there."""

@@ -1,5 +1,6 @@
 """A run whose host is lost with its disk: its folder is copied to a store, and another host goes on from there."""
 
+import copy
 import json
 import logging
 import os
@@ -152,7 +153,8 @@ def test_a_script_continues_its_newest_run_on_another_host(
     def saving() -> Checkpoints:
         return Checkpoints(every_n_steps=2, copy_to=str(tmp_path / "store"))
 
-    fit(hosts[0] / "run", 5, saving())
+    copied = copy.deepcopy(fit(hosts[0] / "run", 5, saving()))
+    assert copied.global_step == 5
     assert fit(hosts[1] / "run", 9, saving(), path="last").global_step == 9
     assert f"Restored all states from the checkpoint at {hosts[1]}/run/checkpoints/step-000000005.ckpt" in caplog.text
     assert files(tmp_path / "store/run") == files(hosts[1] / "run")
