@@ -18,7 +18,7 @@ from project.launch import supervisor
 from project.launch.fork_server import is_fork_server
 from project.launch.orphans import end_with_parent, ends_with_parent
 from project.survive.exit import exit_fast, is_the_program
-from project.survive.output import LOST, ignore_output_errors
+from project.survive.output import LOST, ignore_output_errors, open_standard_streams
 from project.survive.requeue import listen_for_signals
 
 _READERS = {
@@ -38,6 +38,7 @@ _ENGINES = {"ray": "project.launch.ray.verb", "prove": "project.cli.prove", "sch
 
 def main() -> None:
     """Runs the program. Where it is to print something, a text that can't be written is an error; training continues."""
+    open_standard_streams()
     prints = any(flag in ("-h", "-V", "--version") or flag.startswith(("--help", "--print_config")) for flag in sys.argv[1:])
     prints = prints or sys.argv[1:2] in (["schema"], ["manifest"])
     code: int | str | None = 0

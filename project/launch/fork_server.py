@@ -14,7 +14,6 @@ import select
 import shutil
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +23,7 @@ from project.cluster.place import ATTEMPT, MEMORY, restarts
 from project.errors import TRY_AGAIN
 from project.launch.orphans import end_with_parent
 from project.launch.supervisor import SOCKET, receive
+from project.survive.exit import flush_streams
 from project.survive.signals import ENDING
 
 Built = TypeVar("Built")
@@ -64,7 +64,7 @@ def serve(ranks: int) -> None:
         supervisor.send(b'{"ready": true}')
     spares: dict[int, tuple[int, int]] = {}  # of each rank to come: its process, and the pipe at which it waits for its orders
     while order := receive(supervisor):
-        _flush()
+        flush_streams()
         drawn = random.getstate()
         for rank in range(ranks or 1):
             if rank in spares and not _is_closed(spares[rank][1]):
@@ -80,7 +80,7 @@ def serve(ranks: int) -> None:
                 if ranks > 1:
                     os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(ranks)}
                 os.environ |= order["numbers"]
-                release = _hide_output() if "spares" in order else _flush
+                release = _hide_output() if "spares" in order else flush_streams
                 _SPARE.append(_Spare(pipe, facts, ranks, bool(order.get("build")), release))
                 if "spares" not in order:
                     await_orders()
@@ -186,7 +186,7 @@ def _hide_output() -> Callable[[], None]:
         os.dup2(memory, number)
 
     def release() -> None:
-        _flush()
+        flush_streams()
         for number, output, memory in outputs:
             os.dup2(output, number)
             with suppress(OSError):  # whoever read it is gone
@@ -195,11 +195,6 @@ def _hide_output() -> Callable[[], None]:
             os.close(memory)
 
     return release
-
-
-def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
 
 
 def report_small_build(build: Callable[[], Built]) -> Built:

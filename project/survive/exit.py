@@ -37,11 +37,16 @@ def exit_fast(code: object) -> NoReturn:
     flush_and_exit(code)
 
 
+def flush_streams() -> None:
+    """Flushes standard output and error, where they are open."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # Python has None for one that was closed at the start
+            stream.flush()
+
+
 def flush_and_exit(code: object) -> NoReturn:
     """Ends the process without any of Python's cleanup but for its standard streams. `code`: as `sys.exit` takes it."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
+    flush_streams()
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 

@@ -120,8 +120,11 @@ def _loader_failure(error: BaseException | None) -> str:
     name = name or killed_by
     if not name:
         exit_code = re.search(r"exit code:? (\d+)", code)
-        how = f"has ended with exit code {exit_code[1]} and no error" if exit_code else "has ended, with no error"
-        return f"Loader process {pids} of this rank {how}. HINT: --data.num_workers 0 shows what the dataset does."
+        how = f"has ended with exit code {exit_code[1]}" if exit_code else "has ended"
+        return (
+            f"Loader process {pids} of this rank {how}, and has sent no error; if it had one, that stands above. HINT: "
+            "--data.num_workers 0 shows what the dataset does."
+        )
     number = next((int(candidate) for candidate in signal.valid_signals() if signal.strsignal(candidate) == name.strip()), 0)
     hint: dict[int, str] = {
         signal.SIGKILL: "see who ended it; where it was for memory, set data.num_workers or data.batch_size lower.",

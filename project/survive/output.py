@@ -4,6 +4,7 @@ No other import than the standard library's: this comes first.
 """
 
 import io
+import os
 import sys
 from typing import TYPE_CHECKING, TextIO
 
@@ -37,6 +38,24 @@ def _tolerant_stream(stream: TextIO, number: int) -> TextIO:
     raw = io.BufferedWriter(_TolerantFile(number, "w", closefd=False))
     by_lines = stream.line_buffering or stream.write_through
     return io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=by_lines)
+
+
+def open_standard_streams() -> None:
+    """Opens /dev/null in the place of standard streams that were closed at the start: the next file that is opened would take
+    its number. What the terminal's encoding lacks is written in escapes.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            os.dup2(opened, number)  # which the processes that this one starts have, too
+            if opened != number:
+                os.close(opened)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def ignore_output_errors() -> None:

@@ -105,3 +105,23 @@ def test_unbuffered_output_is_written_at_once_and_a_line_as_a_whole() -> None:
         subprocess.run((sys.executable, "-c", PRINTING), env=environment(), stdout=writer, check=True, timeout=300)
         reader.settimeout(0)
         assert reader.recv(100) == b"a line of two words\n"
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_run_without_standard_streams_ends_as_any_other(tmp_path: Path, restarts: int) -> None:
+    """As a daemon starts it: output and errors are closed, and would be the next files to be opened."""
+    fault = {"class_path": "tests.probes.Fault", "init_args": {"rank": 1, "step": 3}}
+    words = ("--trainer.devices=2", f"--trainer.callbacks={json.dumps([fault])}", f"--recover.restarts={restarts}")
+    words = (sys.executable, "-m", "project", *FIT, "--model=tests.own.Regression", "--data=tests.own.PointsData", *words)
+    closed = ("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh")
+    done = subprocess.run((*closed, *words), cwd=tmp_path, env=environment(), timeout=300, check=False)
+    assert done.returncode == (0 if restarts else 75)
+    assert ("report  " if restarts else "lost another rank") in (tmp_path / "lightning_logs/it/log.txt").read_text()
+
+
+def test_a_name_that_the_terminal_can_not_show_is_shown_in_escapes(tmp_path: Path) -> None:
+    (tmp_path / "lightning_logs/caf\xe9/checkpoints").mkdir(parents=True)
+    command = (sys.executable, "-m", "project", "runs")
+    done = subprocess.run(command, cwd=tmp_path, env=environment(PYTHONIOENCODING="ascii"), capture_output=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"caf\\xe9" in done.stdout

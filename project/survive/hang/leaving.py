@@ -9,7 +9,6 @@ Nothing here waits for anything for long: a disk or a terminal may be what hangs
 import logging
 import multiprocessing
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from project.cluster.processes import kill_with_children
 from project.errors import Cause
 from project.launch.launcher import detect
+from project.survive.exit import flush_streams
 from project.survive.failure import EXITING, LOST_RANKS, WHOLE, advice
 from project.survive.hang import stacks
 from project.survive.hang.heartbeats import Heartbeat, Member
@@ -56,8 +56,7 @@ def flush() -> None:
     """Flushes the log and the standard streams."""
     for handler in logging.getLogger().handlers:
         handler.flush()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_streams()
 
 
 def run_with_timeout(seconds: float, action: Callable[[], object]) -> threading.Thread:
