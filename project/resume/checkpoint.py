@@ -30,7 +30,15 @@ from torch.distributed.tensor import DTensor
 
 from project.checkpoints.callback import checkpoints_of
 from project.checkpoints.exchange import bring_parts, has_all_parts
-from project.checkpoints.reading import SafeCheckpointIO, is_url, memory_folder, newest_good, set_aside_later, whole_manifest
+from project.checkpoints.reading import (
+    Manifest,
+    SafeCheckpointIO,
+    is_url,
+    memory_folder,
+    newest_good,
+    set_aside_later,
+    whole_manifest,
+)
 from project.checkpoints.store import Store
 from project.checkpoints.writing import check, unreadable_items
 from project.cluster import shared_folder
@@ -299,6 +307,7 @@ class Resuming(_CheckpointConnector):
         check_loop_progress(saved.get("loops", {}))
         if metrics := saved.get("callback_metrics"):  # sorted in the file: a rank may have logged them in another order
             saved["callback_metrics"] = {name: metrics[name] for name in [*in_order, *metrics] if name in metrics}
+        at = None
         if self.trainer.state.fn == "fit" and "position" in saved:
             if "current_model_state" in saved and not any(map(_reads_checkpoints, typed(self.trainer).callbacks)):
                 saved["state_dict"] = saved["current_model_state"]
@@ -307,14 +316,6 @@ class Resuming(_CheckpointConnector):
                     "continues with the weights that were trained."
                 )
             at = self._restore_position(saved)
-            if self.trainer.is_global_zero and self.chosen and chosen == str(self.chosen):  # and not a search's own
-                if not (self._takes_newest or typed(self.trainer).configuration):  # the command line has done that
-                    set_aside_later(at.global_step, Path(self.trainer.default_root_dir, "checkpoints"))
-                first, logged = min(at.global_step, at.logged_steps), manifest.get("logged")
-                step_end_due = at.validation_due or at.schedules_due
-                if logged is None:  # another callback's checkpoint does not keep those of its step
-                    first += 1 + step_end_due
-                resume_loggers(self.trainer.loggers, first, logged or (), starts_again=not step_end_due)
         states, ranks = saved.get("states_of_ranks"), data_ranks(self.trainer)
         if states and len(states) == ranks.count:
             saved.update(states[ranks.rank] or {})
@@ -328,10 +329,25 @@ class Resuming(_CheckpointConnector):
         self._stop_settings = stop_settings(self.trainer)
         if (early := saved.get("stopped_early")) and not self.trainer.strategy.broadcast(stands(early, self._stop_settings)):
             del saved["stopped_early"]
+        if at and self.trainer.is_global_zero and self.chosen and chosen == str(self.chosen):  # and not a search's own
+            self._resume_curves(at, manifest, "stopped_early" in saved)
         for callback in callbacks_of(self.trainer, EarlyStopping):
             state = saved.get("callbacks", {}).get(callback.state_key)
             if type(callback) is EarlyStopping and isinstance(state, dict):
                 state["patience"] = callback.patience  # a setting, which Lightning restores as a state
+
+    def _resume_curves(self, at: Position, manifest: Manifest, stopped_early: bool) -> None:
+        """Has the loggers continue their curves from a position, and sets later checkpoints aside. Called by rank 0."""
+        trainer = self.trainer
+        if not (self._takes_newest or typed(trainer).configuration):  # the command line has done that
+            set_aside_later(at.global_step, Path(trainer.default_root_dir, "checkpoints"))
+        if manifest.get("finished") and (stopped_early or 0 < trainer.max_steps <= at.global_step):
+            return  # what its epoch's end has logged is in no checkpoint, and is not logged again
+        first, logged = min(at.global_step, at.logged_steps), manifest.get("logged")
+        step_end_due = at.validation_due or at.schedules_due
+        if logged is None:  # another callback's checkpoint does not keep those of its step
+            first += 1 + step_end_due
+        resume_loggers(trainer.loggers, first, logged or (), starts_again=not step_end_due)
 
     def _restore_position(self, saved: StateDict) -> Position:
         """Sets loops and loaders to the checkpoint's position, also on another number of ranks, and returns it."""

@@ -56,5 +56,10 @@ class MicroBatch:
 def count_samples(batch: object) -> int:
     """Returns how many samples a batch seems to have: the length of the first tensor in it."""
     lengths: list[int] = []
-    apply_to_collection(batch, Tensor, lambda tensor: lengths.append(len(tensor) if tensor.ndim else 1))
+
+    def note(tensor: Tensor) -> Tensor:  # of which a PackedSequence is made anew
+        lengths.append(len(tensor) if tensor.ndim else 1)
+        return tensor
+
+    apply_to_collection(batch, Tensor, note)
     return lengths[0] if lengths else 0

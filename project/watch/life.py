@@ -121,7 +121,8 @@ class Life(Callback):
         """Returns whether a step has been taken since the fit began."""
         return self._first_step is not None and trainer.global_step > self._first_step
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes down the end of the run, when its last checkpoint is on the disk."""
         self._stop(trainer, "finished")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -155,7 +155,7 @@ def test_an_error_in_a_loader_process_is_its_ranks(cli):
     [
         pytest.param("kill", "was killed by signal 9. HINT: ", marks=pytest.mark.faults),  # as "hog"
         ("hog", "was killed by signal 9, and its cgroup reports an OOM kill. HINT: "),
-        ("exit", "has ended.* no error. HINT: "),
+        ("exit", "has ended.* no error; if it had one, that stands above. HINT: "),
     ],
 )
 def test_a_loader_process_that_is_killed_is_named_and_not_the_network(quick, how, what, cgroup):

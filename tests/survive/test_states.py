@@ -3,7 +3,9 @@
 import csv
 import itertools
 import logging
+import os
 import re
+import signal
 from collections import deque
 from collections.abc import Iterator
 from enum import Enum
@@ -18,6 +20,7 @@ from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, Model
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
@@ -29,6 +32,7 @@ from project.checkpoints.callback import Checkpoints, copy_to_host
 from project.errors import UserError
 from project.resume import attributes
 from project.sharded.shards import Split
+from project.watch.curves import board_tag
 from project.watch.history import lives_of
 from project.watch.progress import Progress
 from tests.conftest import Cli, forked
@@ -1307,6 +1311,43 @@ def test_the_start_of_an_epoch_that_is_repeated_finds_its_logger_and_logs_nothin
         rows = csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines())
         begun += [[row["begins"] for row in rows if row["begins"]]]
     assert begun == [["0", "1"], ["2"]]
+
+
+class Meaned(Regression):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("mean", loss, on_step=False, on_epoch=True)
+        return loss
+
+
+def test_a_finished_run_that_is_started_again_keeps_its_curves(tmp_path: Path) -> None:
+    """It ends within an epoch, whose means are logged when the last checkpoint has been saved."""
+    curves = []
+    for _ in range(2):
+        fit(tmp_path, Meaned(), points(), steps=8, resume=True, logger=None, log_every_n_steps=1)
+        events = EventAccumulator(str(tmp_path)).Reload()
+        curves.append([(event.step, event.value) for event in events.Scalars(board_tag("mean"))])
+    assert [step for step, _ in curves[0]] == [6, 8]
+    assert curves[0] == curves[1]
+
+
+class KilledAtTheEnd(Callback):
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not (mark := Path("struck")).exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_run_has_come_to_its_end_when_its_last_checkpoint_is_written(tmp_path: Path) -> None:
+    words = ("fit", "--model=tests.own.Regression", "--data=tests.own.PointsData", "--trainer.accelerator=cpu", "--run=it")
+    words += (
+        "--trainer.max_epochs=1",
+        "--trainer.limit_val_batches=0",
+        "--trainer.callbacks+=tests.survive.test_states.KilledAtTheEnd",
+    )
+    assert forked(tmp_path, *words).code == -signal.SIGKILL
+    again = forked(tmp_path, *words)
+    assert again.code == 0, again.output
 
 
 class Growing(Dataset[Any]):

@@ -3,16 +3,19 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, ManualOptimBoringModel, RandomDataset
 from lightning.pytorch.trainer.states import RunningStage
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, IterableDataset
 
 from project import Trainer
 from project.errors import UserError
 from project.step import loaders
 from project.step.batching import accumulation, check_elastic
+from project.step.micro_batch import count_samples
 
 KEYS = "data.global_batch_size data.batch_size"
 
@@ -114,6 +117,10 @@ def test_a_data_module_that_deals_its_samples_says_how_large_a_batch_is(tmp_path
     trainer.fit(BoringModel(), datamodule=(data := Dealt()))
     assert (trainer.global_step, trainer.global_batch, trainer.accumulate_grad_batches) == (5, 8, 2)
     assert (data.dealing.limits["train"], data.dealing.shared_by, data.dealing.exact) == (5, 1, False)
+
+
+def test_the_samples_of_a_packed_sequence_are_counted():
+    assert count_samples({"words": pack_sequence([torch.ones(3), torch.ones(2)])}) == 5
 
 
 class Stream(IterableDataset):
