@@ -101,7 +101,7 @@ class Store:
     # Here to there ---------------------------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        """Runs in the thread: copies checkpoints, the newest first, and the run's other files; then removes older ones."""
+        """Runs in the thread: copies the run's files and checkpoints, the newest of them first; then removes older ones."""
         before, self.failed = self.failed, None
         try:
             owner = self._files.cat_file(self._at(_OWNER), start=0, end=_LONGEST).decode(errors="replace")
@@ -109,13 +109,13 @@ class Store:
                 self.owner = shortened(owner)
                 return
             here = checkpoints_in(self.folder / "checkpoints")
+            others = [path for path in self.folder.iterdir() if path.is_file() and not path.is_symlink()]
+            for path in others:  # first: curves and records go at least as far as any of these checkpoints
+                if _NAME.fullmatch(path.name):
+                    self._put(path)
             for path in reversed(here):
                 for file in _files_of(path):
                     self._put(file)
-            others = [path for path in self.folder.iterdir() if path.is_file() and not path.is_symlink()]
-            for path in others:
-                if _NAME.fullmatch(path.name):
-                    self._put(path)
             for name in {*filter(is_checkpoint, self._names("checkpoints"))} - {path.name for path in here}:
                 self._remove(f"checkpoints/{name}")
                 self._remove(f"checkpoints/{manifest_of(Path(name))}")
