@@ -4,7 +4,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from project.errors import UserError
 from project.step.loaders import Loaders
 from project.typed import typed
 
@@ -24,6 +26,19 @@ class Evaluation(_EvaluationLoop):
         typed(self.trainer).logged.note_metrics()
         with loaders_of(self.trainer).limits_of_loop("test" if self.trainer.testing else "val"):
             super().setup_data()
+        self._refuse_unknown_loaders()
+
+    def _refuse_unknown_loaders(self) -> None:
+        """Refuses several loaders out of which a step itself takes its batches, where the ranks have not as many of each: all
+        ranks meet at the end of a loader, and Lightning sees it a batch too late, or never.
+        """
+        step = getattr(self.trainer.lightning_module, "test_step" if self.trainer.testing else "validation_step")
+        several = self._combined_loader is not None and self.num_dataloaders > 1
+        if several and typed(self.trainer).exact and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+            raise UserError(
+                f"{step.__name__}(dataloader_iter) takes batches of {self.num_dataloaders} loaders, and nobody sees where one "
+                "ends: trainer.exact can't be kept. HINT: take the batches as arguments (batch, batch_idx, dataloader_idx)."
+            )
 
 
 class Prediction(_PredictionLoop):

@@ -16,6 +16,8 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 
 from project.checkpoints.callback import Checkpoints, checkpoints_of
 from project.cluster.group import Group
@@ -55,7 +57,7 @@ class StopTogether(Callback):
         self._stale = True  # how long a step takes is not known, or of another phase
         self._last, self._since = time.monotonic(), 0
         self._compared = time.monotonic()
-        self._shared_batches = 0.0  # batches of this evaluation that all ranks still have
+        self._shared_batches: list[float] = []  # of this evaluation, by loader, that all ranks still have
         self._grace_period: tuple[float, str] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -116,16 +118,16 @@ class StopTogether(Callback):
     on_train_epoch_start = on_validation_end = _restart_interval
 
     def _begin_evaluation(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Notes the fewest batches that any rank has in this evaluation, over all its loaders (0 where unknown), and restarts
-        the interval: ranks can compare only at these.
+        """Notes the fewest batches that any rank has of each loader in this evaluation (0 where unknown), and restarts the
+        interval: ranks can compare only at these, as all of them meet at the end of a loader.
         """
         self._restart_interval(trainer, pl_module)
         self._shared_batches = _evaluation_batches(trainer)
         if (group := self._group()) is not None:
             # Where nobody knows how many will come, a signal waits for the end of the evaluation.
-            fewest = torch.tensor(self._shared_batches if math.isfinite(self._shared_batches) else 0.0)
+            fewest = torch.tensor([count if math.isfinite(count) else 0.0 for count in self._shared_batches])
             dist.all_reduce(fewest, dist.ReduceOp.MIN, group=group)
-            self._shared_batches = float(fewest)
+            self._shared_batches = fewest.tolist()
 
     on_validation_start = on_test_start = on_predict_start = _begin_evaluation
 
@@ -165,11 +167,13 @@ class StopTogether(Callback):
         if any_wants_action and self._action is not None:
             self._action.begin_on_all_ranks(trainer, self._group())
 
-    def _stop_between_batches(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
+    def _stop_between_batches(
+        self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int, dataloader_idx: int = -1
+    ) -> None:
         """Stops an evaluation before a batch that all ranks have, if any rank has received a signal."""
-        if self._shared_batches == 0:
+        if self._shared_batches[dataloader_idx] <= 0:
             return
-        self._shared_batches -= 1
+        self._shared_batches[dataloader_idx] -= 1
         number, *_ = self._compare(trainer, checkpoints_of(trainer))
         if number:
             self._stop(trainer, number)
@@ -207,9 +211,11 @@ class StopTogether(Callback):
         raise SystemExit(EXIT_CODES[signal.Signals(number)])
 
 
-def _evaluation_batches(trainer: Trainer) -> float:
-    """Returns how many batches this rank has in the evaluation that begins, over all its loaders; infinite where unknown."""
-    if trainer.sanity_checking:
-        return float(sum(trainer.num_sanity_val_batches))
-    counts = {"test": trainer.num_test_batches, "predict": trainer.num_predict_batches}
-    return float(sum(counts.get(trainer.state.fn or "", trainer.num_val_batches)))
+def _evaluation_batches(trainer: Trainer) -> list[float]:
+    """Returns how many batches this rank has of each loader in the evaluation that begins, and at last how many there are where
+    Lightning names no loader: there is one, or they are read together. Infinite where unknown.
+    """
+    loop = trainer._active_loop
+    assert isinstance(loop, (_EvaluationLoop, _PredictionLoop))
+    length = None if loop._data_fetcher is None else loop._data_fetcher.length
+    return [*map(float, loop.max_batches), math.inf if length is None else float(length)]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.utils.data import DataLoader
 
 from project import Trainer
 from project.checkpoints.callback import Checkpoints
@@ -23,6 +24,7 @@ from project.survive.preemption import StopTogether
 from project.survive.signals import Signals
 from tests.cluster.machine import wait_until
 from tests.conftest import ROOT, TINY, environment
+from tests.own import Points, PointsData
 
 LONG = ("fit", "--config=configs/ddp.yaml", *TINY, "--trainer.max_epochs=100000", "--data.num_workers=0")
 
@@ -198,8 +200,8 @@ def test_steps_that_become_long_are_not_counted_as_short(monkeypatch):
 
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: started.append(clock[0]) or Answer())
-    evaluation = {"sanity_checking": True, "num_sanity_val_batches": [80]}
-    stop, trainer = StopTogether(Signals()), SimpleNamespace(callbacks=[], accumulate_grad_batches=1, **evaluation)
+    monkeypatch.setattr(preemption, "_evaluation_batches", lambda trainer: [80.0, 80.0])
+    stop, trainer = StopTogether(Signals()), SimpleNamespace(callbacks=[], accumulate_grad_batches=1)
     stop._group = lambda: "a group"
 
     def steps(seconds, count):
@@ -215,6 +217,21 @@ def test_steps_that_become_long_are_not_counted_as_short(monkeypatch):
     assert steps(0.001, 80) < 20
     stop.on_validation_end(trainer, None)
     assert steps(5.0, 20) == 20
+
+
+class ThreeLoaders(PointsData):
+    def val_dataloader(self):
+        return [DataLoader(Points(size), batch_size=1) for size in (3, 3, 10)]
+
+
+def test_ranks_with_more_batches_of_some_loaders_meet_at_the_end_of_each(quick):
+    """One of two ranks has a batch more of the first two loaders: it must not wait in the second for what the other sends in
+    the third.
+    """
+    words = ("--model=tests.own.Regression", "--data=tests.survive.test_preemption.ThreeLoaders")
+    settings = ("--trainer.exact=true", "--trainer.accelerator=cpu", "--trainer.max_epochs=2", "--trainer.global_batch_size=4")
+    run = quick("fit", *words, *settings, "--trainer.limit_train_batches=2", ranks=2, timeout=30)
+    assert run.code == 0, run.output
 
 
 @pytest.mark.parametrize("loading", ["torch._C", "project.cli.main"])

@@ -336,6 +336,20 @@ def test_a_setting_that_does(fit, settings, says):
         fit(Regression(), **settings)
 
 
+class TakesBatches(Regression):
+    def validation_step(self, dataloader_iter: Any) -> None:
+        batch, _, _ = next(dataloader_iter)
+        self.log("val_loss", self.loss(batch), batch_size=2)
+
+
+def test_a_step_that_takes_its_batches_out_of_several_loaders(tmp_path):
+    loaders = [DataLoader(Points(6), batch_size=2) for _ in range(2)]
+    trainer = Trainer(exact=True, logger=False, accelerator="cpu", default_root_dir=tmp_path)
+    trainer.validate(TakesBatches(), loaders[:1])
+    with pytest.raises(UserError, match=r"validation_step\(dataloader_iter\) takes batches of 2 loaders.*HINT: "):
+        trainer.validate(TakesBatches(), loaders)
+
+
 def test_a_loader_with_an_order_of_its_own(fit):
     with pytest.raises(UserError, match=r"the train loader \(DataLoader\) gives its samples in its own order.*HINT: "):
         fit(Regression(), DataLoader(Points(12), batch_size=2, sampler=RandomSampler(range(12), replacement=True)))
