@@ -277,6 +277,26 @@ def test_a_batch_sampler_of_ones_own_is_refused_in_a_line_on_two_ranks(quick):
     assert "Traceback" not in run.output
 
 
+class HalfInBatches(PointsData):
+    def train_dataloader(self):
+        return DataLoader(Points(16), batch_sampler=BatchSampler(SequentialSampler(range(8)), 4, False))
+
+
+def test_ranks_share_the_samples_and_batches_of_torchs_own_batch_sampler(quick, tmp_path):
+    words = ("--data=tests.test_dropin.HalfInBatches", "--trainer.accelerator=cpu", "--trainer.max_epochs=1")
+    run = quick("fit", "--model=tests.own.Regression", *words, "--trainer.global_batch_size=8", ranks=2)
+    assert run.code == 0, run.output
+    seen = [(tmp_path / f"seen-{rank}.txt").read_text().split() for rank in range(2)]
+    assert [len(words) for words in seen] == [5, 5]  # the step, and a batch
+    assert sorted(int(sample) for words in seen for sample in words[1:]) == [*range(8)]
+
+
+def test_a_prediction_reads_what_its_batch_sampler_gives(tmp_path):
+    batches = BatchSampler(SequentialSampler(range(3)), 2, False)
+    predicted = trainer(tmp_path).predict(BoringModel(), DataLoader(RandomDataset(32, 16), batch_sampler=batches))
+    assert [len(batch) for batch in predicted] == [2, 1]
+
+
 @pytest.mark.parametrize("exact", ["true", "false"])
 def test_values_of_one_rank_are_named(quick, exact):
     words = ("--data=tests.own.PointsData", "--trainer.accelerator=cpu", "--trainer.max_epochs=1", f"--trainer.exact={exact}")

@@ -1,8 +1,9 @@
 """Deals out training and evaluation loaders in this project's order wherever they can be."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from functools import cache
 from typing import Literal, cast
 
@@ -12,7 +13,7 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from project.data.dealing import DealtLoader, batch_size_of, deal, micro_batch_of, sampling, why_not
 from project.data.order import ENOUGH, Limit, Order, cut_for_all, limited, size_of
@@ -284,7 +285,7 @@ class Loaders(_DataConnector):
             with_signals(dataloader)
         self._prepare_undealt(dataloader, mode, why)
         try:
-            return super()._prepare_dataloader(dataloader, shuffle, mode)
+            return super()._prepare_dataloader(_with_own_sampler(dataloader), shuffle, mode)
         except (TypeError, MisconfigurationException) as error:
             if "batch sampler" not in str(error):
                 raise
@@ -413,7 +414,8 @@ class Loaders(_DataConnector):
         elif isinstance(limit, int):
             limit = -(-limit // data_ranks(trainer).count)
         if limit:
-            setattr(trainer, f"limit_{stage}_batches", limit)
+            name = f"limit_{stage}_batches"
+            setattr(self.trainer, name, limit)
         if why is not None and typed(trainer).exact and mode != RunningStage.PREDICTING:
             raise UserError(
                 f"trainer.exact can't be kept: the {stage} loader ({type(loader).__name__}) gives its samples in its own "
@@ -460,6 +462,44 @@ def attached_for_fit(
         yield loaders
     finally:
         trainer.training = False
+
+
+class _Batches(BatchSampler):
+    """A BatchSampler of torch's that Lightning makes again with what each rank takes of its sampler; of torch's own class it
+    makes none, and batches of one sample.
+    """
+
+
+class _Samples(Sampler[int]):
+    """A sampler of torch's of which ranks take their shares; of torch's own class Lightning has them share the whole set."""
+
+    def __init__(self, sampler: Iterable[int]) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return size_of(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.sampler)
+
+
+def _with_own_sampler(loader: object) -> object:
+    """Returns a loader that is left as it is, with its batch sampler's sampler where Lightning looks for what ranks share, or a
+    prediction reads: a DataLoader that is given a batch sampler has the whole set there.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return loader
+    batches, kept = loader.batch_sampler, copy(loader)
+    sampler = getattr(batches, "sampler", None)
+    if not isinstance(batches, BatchSampler) or sampler is None:
+        return loader
+    torchs = isinstance(sampler, (RandomSampler, SequentialSampler))
+    if torchs and (getattr(sampler, "replacement", False) or size_of(sampler) != size_of(loader.dataset)):
+        sampler = _Samples(sampler)
+    if type(batches) is BatchSampler:
+        batches = _Batches(sampler, batches.batch_size, batches.drop_last)
+    vars(kept).update(sampler=sampler, batch_sampler=batches)  # a DataLoader refuses a plain assignment
+    return kept
 
 
 def _shuffles(loader: DataLoader[object]) -> bool:
