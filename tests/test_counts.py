@@ -18,6 +18,15 @@ def test_intervals_and_limits_are_in_steps_and_samples(quick, tmp_path, ranks):
     assert kept == [4, 5, 10, 15, 16, 18]
 
 
+def test_a_limit_that_leaves_some_ranks_without_a_sample_is_named(quick):
+    words = ("--data=tests.own.PointsData", "--data.init_args.batch_size=1", "--trainer.limit_val_batches=1")
+    settings = ("--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--trainer.limit_train_batches=1")
+    done = quick("fit", "--model=tests.own.Regression", *words, *settings, "--trainer.global_batch_size=2", ranks=2)
+    assert done.code == 0, done.output
+    assert done.output.count("trainer.limit_val_batches=1 leaves 1 sample(s), and each of 2 ranks needs one") == 1
+    assert "HINT: limit_val_batches=2 has the same samples" in done.output
+
+
 def test_plain_accumulation_makes_the_global_batch(quick):
     run = quick(*FIT, "--data.global_batch_size=null", "--trainer.accumulate_grad_batches=3", "--trainer.max_steps=1")
     assert run.code == 0, run.output

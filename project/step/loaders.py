@@ -376,8 +376,10 @@ class Loaders(_DataConnector):
         stage = str(mode.dataloader_prefix)
         batches = limited(-(-count // size), self._limit(stage), f"limit_{stage}_batches", "micro-batches")
         seed = _seed_of(loader, trainer)
-        least = here.count if batches and not exact else 0  # a sample for each rank
-        whole = min(count, max(batches * size, least))
+        whole = min(count, batches * size)
+        if 0 < whole < here.count <= count and not exact:  # a sample for each rank
+            self._warn_of_small_limit(stage, whole, size, here.count)
+            whole = here.count
         if self.sanity_steps is not None and mode == RunningStage.SANITY_CHECKING:
             whole = int(min(whole, max(ENOUGH, self.sanity_steps * size)))
         if 0 < whole < here.count and not exact:  # on all ranks, of which some would have samples, and wait for the others
@@ -395,6 +397,17 @@ class Loaders(_DataConnector):
             wrapped = _IndexBatchSamplerWrapper(inner)  # where Lightning looks for what was predicted
             object.__setattr__(dealt, "batch_sampler", wrapped)
         return dealt
+
+    def _warn_of_small_limit(self, stage: str, samples: int, size: int, ranks: int) -> None:
+        """Warns once that a limit leaves fewer samples than there are ranks, all of which need one."""
+        key = f"limit_{stage}_batches"
+        if key not in self._warned and self.trainer.is_global_zero:
+            self._warned.add(key)
+            log.warning(
+                "trainer.%s=%s leaves %d sample(s), and each of %d ranks needs one: %d are read, and on fewer ranks others, "
+                "with other metrics. HINT: %s=%d has the same samples on up to %d ranks.",
+                *(key, self._limit(stage), samples, ranks, ranks, key, -(-ranks // size), -(-ranks // size) * size),
+            )
 
     def _prepare_undealt(self, loader: object, mode: RunningStage, why: str | None) -> None:
         """Prepares for a loader that keeps its own order: sets accumulation and limits, and seeds its iterators. Raises a
