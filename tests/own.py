@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import (
@@ -227,6 +228,23 @@ class UnevenData(PointsData):
 
     def val_dataloader(self) -> Any:
         return DataLoader(Sized() if self.sized else Uneven(), batch_size=1)
+
+
+class PairedData(PointsData):
+    """A validation reads two loaders at the same time, in each epoch in another mode."""
+
+    def val_dataloader(self) -> Any:
+        modes: Any = ("max_size_cycle", "min_size", "max_size")
+        loaders = {name: DataLoader(Points(size), batch_size=4) for name, size in (("long", 27), ("short", 9))}
+        return CombinedLoader(loaders, modes[self.trainer.current_epoch])  # type: ignore[union-attr]
+
+
+class Paired(Regression):
+    """Its loss depends on which micro-batches meet."""
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
+        losses = [part["sum"].square().mean() for part in batch.values() if part is not None]
+        self.log("val_loss", torch.stack(losses).prod(), sync_dist=True)
 
 
 class Talkative(LightningModule):

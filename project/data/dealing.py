@@ -68,6 +68,8 @@ class DealtLoader(DataLoader[object]):
         self.taken: deque[Key] = deque()
         self.aligned = False
         """Tensors lie where a library takes the same way through them each time."""
+        self.together: Order | None = None
+        """The order of an evaluation that reads other loaders at the same time."""
 
     def __iter__(self) -> Any:
         return self._note()

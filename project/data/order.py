@@ -111,6 +111,7 @@ class Order:
         least: fewer samples for each micro-batch of the last step join the step before: a batch norm can't work with one.
         cut: the last step is cut into micro-batches of full size and a smaller one, and the others are empty, on any number
             of ranks.
+        taken: of an order that is cut, so many micro-batches are taken; where it has fewer, it begins again.
     """
 
     size: int
@@ -122,6 +123,7 @@ class Order:
     share: int | None = None
     least: int = 2
     cut: bool = False
+    taken: int | None = None
 
     @cached_property
     def global_batch(self) -> int:
@@ -133,7 +135,14 @@ class Order:
         return self._steps if self.limit is None else min(self._steps, self.limit)
 
     @cached_property
+    def batches(self) -> int:
+        """Returns how many micro-batches the samples make, where the order is cut."""
+        return -(-self.size // self.micro_batch)
+
+    @cached_property
     def _steps(self) -> int:
+        if self.taken is not None:
+            return -(-self.taken // self.micro_batches)
         full, left = divmod(self.size, self.global_batch)
         alone = self.tail == "keep" and left >= (1 if self.cut else self.least * self.micro_batches)
         return full + alone if full else int(self.tail == "keep" and left > 0)
@@ -152,12 +161,22 @@ class Order:
 
     def micro_span(self, step: int, number: int) -> tuple[int, int]:
         """Returns the positions of one of a step's micro-batches: start, stop."""
-        start, stop = self.span(step)
         if self.cut:
-            low = min(start + number * self.micro_batch, stop)
-            return low, min(low + self.micro_batch, stop)
+            low = self.place(step, number)
+            low = min(low if self.taken is None else low % (self.batches * self.micro_batch), self.size)
+            return low, min(low + self.micro_batch, self.size)
+        start, stop = self.span(step)
         length = stop - start
         return start + number * length // self.micro_batches, start + (number + 1) * length // self.micro_batches
+
+    def place(self, step: int, number: int) -> int:
+        """Returns the position of a micro-batch's first sample, counting on where an order begins again."""
+        return step * self.global_batch + number * self.micro_batch if self.cut else self.micro_span(step, number)[0]
+
+    def is_empty(self, step: int, number: int) -> bool:
+        """Returns whether there is no such micro-batch: a last step that is cut may have fewer."""
+        whole = self.batches if self.taken is None else self.taken
+        return self.cut and step * self.micro_batches + number >= whole
 
     def weight(self, step: int, number: int) -> float:
         """Returns the weight of a micro-batch's mean loss that makes the step's gradient the mean over its samples: 1.0
@@ -173,7 +192,7 @@ class Order:
         if self.seed is None:
             return np.arange(low, high)
         start, stop = self.span(step)
-        if stop - start != self.global_batch:  # the last step
+        if self.taken is not None or stop - start != self.global_batch:  # the last step
             return permute(np.arange(low, high), self.size, self.seed, epoch)
         # Of this step and of those that follow, and only what is read here: other ranks have other micro-batches.
         run = min(self.share or self.micro_batches, max(1, _WINDOW // self.micro_batch))
@@ -233,16 +252,14 @@ class MicroBatchSampler(DistributedSampler[Key]):
 
     def __len__(self) -> int:
         steps = self.order.steps
-        return steps * len(self._own_numbers) - sum(self._is_empty(steps - 1, number) for number in self._own_numbers if steps)
-
-    def _is_empty(self, step: int, number: int) -> bool:
-        low, high = self.order.micro_span(step, number)
-        return self.order.cut and low == high
+        return steps * len(self._own_numbers) - sum(
+            self.order.is_empty(steps - 1, number) for number in self._own_numbers if steps
+        )
 
     def __iter__(self) -> Iterator[Key]:
         # Asked more than once for one epoch: a loader with processes of its own throws its first iterator away.
         epoch, first = self._start or (self.epoch, 0)
         for step in range(first, self.order.steps):
             for number in self._own_numbers:
-                if not self._is_empty(step, number):
+                if not self.order.is_empty(step, number):
                     yield epoch, step, number

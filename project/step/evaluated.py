@@ -3,8 +3,10 @@
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
+from lightning.pytorch.utilities import CombinedLoader
 
 from project.data.dealing import DealtLoader
+from project.data.order import MicroBatchSampler
 from project.step.micro_batch import MicroBatch
 from project.step.position import counts
 from project.step.state import step_state
@@ -17,25 +19,37 @@ def arriving_key(trainer: Trainer) -> tuple[int, int] | None:
     for number, loader in enumerate(_loaders(trainer)):
         if isinstance(loader, DealtLoader) and loader.taken:
             _, step, within = loader.taken[0]
-            return number, loader.keys.order.micro_span(step, within)[0]
+            return number, loader.keys.order.place(step, within)
     return None
 
 
-def begin_evaluated_micro_batch(trainer: Trainer, dataloader_idx: int) -> tuple[int, int] | None:
+def begin_evaluated_micro_batch(trainer: Trainer, dataloader_idx: int | None) -> int | None:
     """Notes which micro-batch of an evaluation comes now, also of a prediction, which Lightning does not report to its logger
-    connector. Returns the span of its samples' positions; None where it was not dealt out by us.
+    connector. Returns the number of its samples; None where it was not dealt out by us.
+
+    `dataloader_idx`: None where all loaders are read at the same time; the first that has not ended names the micro-batch.
     """
-    state = step_state(trainer)
-    state.evaluated, state.evaluated_key, state.peers_evaluate_more = None, None, False
-    loader = _loaders(trainer)[dataloader_idx]
-    if not isinstance(loader, DealtLoader) or not loader.taken:
+    state, loaders = step_state(trainer), _loaders(trainer)
+    state.evaluated, state.evaluated_key, state.peers_evaluate_more, state.uneven = None, None, False, False
+    numbers = range(len(loaders)) if dataloader_idx is None else (dataloader_idx,)
+    taken = [
+        (number, loader.keys, loader.taken.popleft())
+        for number in numbers
+        if isinstance(loader := loaders[number], DealtLoader) and loader.taken
+    ]
+    if not taken or not isinstance(loaders[numbers[0]], DealtLoader):
         return None
-    _, step, number = key = loader.taken.popleft()
-    state.evaluated = MicroBatch(key, order=loader.keys.order)
-    state.peers_evaluate_more = len(loader.keys) == step + 1 < loader.keys.order.steps
-    span = loader.keys.order.micro_span(step, number)
-    state.evaluated_key = dataloader_idx, span[0]
-    return span
+    number, keys, key = taken[0]
+    longest = max((keys for _, keys, _ in taken), key=_count)
+    state.evaluated = MicroBatch(key, order=keys.order)
+    state.peers_evaluate_more = len(longest) == key[1] + 1 < longest.order.steps
+    state.uneven = longest.order.is_empty(longest.order.steps - 1, longest.order.micro_batches - 1)
+    state.evaluated_key = number, keys.order.place(*key[1:])
+    return state.evaluated.size
+
+
+def _count(keys: MicroBatchSampler) -> int:
+    return keys.order.batches if keys.order.taken is None else keys.order.taken
 
 
 def note_failure(trainer: Trainer) -> None:
@@ -55,7 +69,11 @@ def note_failure(trainer: Trainer) -> None:
 
 
 def _loaders(trainer: Trainer) -> list[object]:
+    return _combined(trainer).flattened
+
+
+def _combined(trainer: Trainer) -> CombinedLoader:
     loop = trainer._active_loop
     assert loop is not None
     assert loop._combined_loader is not None
-    return loop._combined_loader.flattened
+    return loop._combined_loader

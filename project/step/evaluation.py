@@ -6,6 +6,7 @@ from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from project.data.dealing import DealtLoader
 from project.errors import UserError
 from project.step.loaders import Loaders
 from project.typed import typed
@@ -24,8 +25,17 @@ class Evaluation(_EvaluationLoop):
     def setup_data(self) -> None:
         """Sets up the loaders with the user's limit set aside: they are cut already. Notes what training has counted."""
         typed(self.trainer).logged.note_metrics()
-        with loaders_of(self.trainer).limits_of_loop("test" if self.trainer.testing else "val"):
+        loaders, stage = loaders_of(self.trainer), "test" if self.trainer.testing else "val"
+        with loaders.limits_of_loop(stage):
             super().setup_data()
+            combined = self._combined_loader
+            if combined is not None and loaders.deal_together(combined, stage) and not self.trainer.sanity_checking:
+                limit = getattr(self.trainer, f"limit_{stage}_batches")  # a number where the code is only tried
+                own = [len(loader) for loader in combined.flattened]
+                self.max_batches[:] = [min(count, limit) if isinstance(limit, int) else count for count in own]
+        for loader in () if combined is None else combined.flattened:
+            if isinstance(loader, DealtLoader):
+                loader.taken.clear()  # of an evaluation that ended before this loader
         self._refuse_unknown_loaders()
 
     def _refuse_unknown_loaders(self) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from project.errors import UserError
 from project.step.data_ranks import data_ranks
-from project.step.state import micro_batch
+from project.step.state import micro_batch, step_state
 
 T = TypeVar("T")
 
@@ -19,6 +19,8 @@ def gather_evenly(trainer: Trainer, gather: Callable[..., T], tensor: Tensor, *a
     alike.
     """
     at = micro_batch(trainer)
+    if step_state(trainer).uneven:
+        refuse_uneven("self.all_gather")
     if trainer.training and at.order is not None and tensor.ndim and len(tensor) == at.size:
         many = trainer.accumulate_grad_batches
         spans = [at.order.micro_span(at.key[1], rank * many + at.key[2] % many) for rank in range(data_ranks(trainer).count)]
@@ -30,3 +32,13 @@ def gather_evenly(trainer: Trainer, gather: Callable[..., T], tensor: Tensor, *a
                 "shorter last step of an epoch; or fill the tensors up to one size before."
             )
     return gather(tensor, *args, **kwargs)
+
+
+def refuse_uneven(what: str) -> None:
+    """Raises a UserError that names what the ranks do together for each batch, where some have a batch more than others."""
+    if what:
+        raise UserError(
+            f"{what} in an evaluation that reads several loaders at the same time: the ranks meet for each batch, and some "
+            "have one more than others, as the micro-batches do not divide among them. HINT: meet once, at the end of the "
+            "epoch; or a number of ranks that divides the micro-batches."
+        )

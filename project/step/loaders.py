@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import replace
 from functools import cache
 from typing import Literal, cast
 
@@ -13,6 +14,7 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from project.data.dealing import DealtLoader, batch_size_of, deal, micro_batch_of, sampling, why_not
@@ -391,6 +393,7 @@ class Loaders(_DataConnector):
         shuffled = seed if _shuffles(loader) else None
         order = Order(whole, size, here.count, shuffled, least=1, cut=exact)
         dealt = deal(loader, order, here.rank, here.count, seed, each=True)
+        dealt.together = Order(count, micro_batch_of(loader), here.count, shuffled, share=1, cut=True, taken=batches)
         dealt.aligned, dealt.reports_draws = exact, trainer.is_global_zero and not exact
         if mode == RunningStage.PREDICTING and dealt.batch_sampler is not None:
             inner = cast(BatchSampler, dealt.batch_sampler)  # or ours, which has its methods
@@ -408,6 +411,38 @@ class Loaders(_DataConnector):
                 "with other metrics. HINT: %s=%d has the same samples on up to %d ranks.",
                 *(key, self._limit(stage), samples, ranks, ranks, key, -(-ranks // size), -(-ranks // size) * size),
             )
+
+    def deal_together(self, combined: CombinedLoader, stage: str) -> bool:
+        """Deals out again the loaders that an evaluation reads at the same time: on any number of ranks the same micro-batches
+        meet, each as large as the user has it. Returns whether that can be.
+        """
+        loaders = [loader for loader in combined.flattened if isinstance(loader, DealtLoader) and loader.together]
+        orders = [loader.together for loader in loaders if loader.together]
+        if len(orders) < max(2, len(combined.flattened)):
+            return False
+        trial, last = copy(combined), list[int]()  # of how Lightning combines what they have
+        trial.flattened, trial.limits = [range(1), *[range(2)] * (len(orders) - 1)], None
+        batch, _, loader_index = [*trial][-1]
+        if loader_index:  # one after the other
+            return False
+        apply_to_collection(batch, int, last.append)
+        trial.flattened, trial.limits = [range(order.batches) for order in orders], [order.taken or 0 for order in orders]
+        whole, ranks = len(iter(trial)), data_ranks(self.trainer).count
+        if self.sanity_steps is not None:
+            whole = int(min(whole, max(ENOUGH, self.sanity_steps)))
+        if whole < ranks:
+            few = f"The {stage} loaders, which are read at the same time, have {whole} micro-batches for {ranks} ranks"
+            hint = f"HINT: a smaller batch_size, or at most {whole} ranks."
+            if typed(self.trainer).exact:
+                raise UserError(f"{few}, of which each takes one at least. {hint}")
+            if f"{stage} together" not in self._warned and self.trainer.is_global_zero:
+                self._warned.add(f"{stage} together")
+                log.warning("%s: each is dealt out alone, and other samples meet than on fewer ranks. %s", few, hint)
+            return False
+        for loader, order in zip(loaders, orders, strict=True):
+            begins_again = len(last) == len(orders)
+            loader.keys.order = replace(order, taken=whole if begins_again else min(whole, order.batches))
+        return True
 
     def _prepare_undealt(self, loader: object, mode: RunningStage, why: str | None) -> None:
         """Prepares for a loader that keeps its own order: sets accumulation and limits, and seeds its iterators. Raises a

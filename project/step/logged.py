@@ -9,10 +9,11 @@ from torch import Tensor
 
 from project.step.data_ranks import data_ranks
 from project.step.evaluated import begin_evaluated_micro_batch
+from project.step.gathering import refuse_uneven
 from project.step.measurements import measurement_loggers
 from project.step.metric_states import RankStates, gather_metric_states, restore_metric_states, states_of_metrics
 from project.step.results import Results, Shown
-from project.step.state import micro_batch
+from project.step.state import micro_batch, step_state
 from project.typed import StateDict
 
 
@@ -42,6 +43,9 @@ class Logged(_LoggerConnector):
 
     def on_batch_end(self) -> None:
         super().on_batch_end()
+        if step_state(self.trainer).uneven and (results := self.trainer._results) is not None:
+            shared = [metric.meta.name for metric in results.values() if metric.meta.on_step and metric.meta.sync.should]
+            refuse_uneven(f"self.log({shared[0]!r}, on_step=True, sync_dist=True)" if shared else "")
         if self._progress_bar_metrics and not self.trainer.fit_loop.epoch_loop.accumulates():
             bar = cast(Shown, self._progress_bar_metrics)
             self._delayed_numbers = {name: _DelayedNumber(value) for name, value in bar.items() if isinstance(value, Tensor)}
@@ -117,10 +121,9 @@ class Logged(_LoggerConnector):
             results.begin_micro_batch(at.weight, begins, not steps.accumulates())
             self.begin_micro_batch(self._stage, at.key)
             return
-        if span := begin_evaluated_micro_batch(self.trainer, dataloader_idx or 0):
-            low, high = span
-            results.batch_size = high - low
-            self.begin_micro_batch(self._stage, (dataloader_idx or 0, low))
+        if size := begin_evaluated_micro_batch(self.trainer, dataloader_idx):
+            results.batch_size = size
+            self.begin_micro_batch(self._stage, step_state(self.trainer).evaluated_key or ())
 
     @property
     def _stage(self) -> str:
@@ -143,6 +146,7 @@ class Logged(_LoggerConnector):
         be 3.
         """
         super().epoch_end_reached()
+        step_state(self.trainer).uneven = False
         results = self.trainer._results
         assert results is not None
         if isinstance(results, Results):

@@ -44,6 +44,8 @@ class StepState:
     """The micro-batch that is evaluated: the number of its loader, and the position of its first sample, if known."""
     peers_evaluate_more: bool = False
     """Other ranks evaluate another micro-batch of this loader after this rank's last one."""
+    uneven: bool = False
+    """A batch of an evaluation is at hand, of which some ranks have one more than others."""
 
 
 def step_state(trainer: Trainer) -> StepState:

@@ -83,6 +83,21 @@ def test_the_number_of_ranks_does_not_matter(folders):
     assert_same_up_to_rounding(runs[3], runs[1], *tags, "val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1")
 
 
+def test_loaders_that_a_validation_reads_at_once_meet_alike_on_any_number_of_ranks(folders):
+    """In all modes, where the micro-batches do not divide among the ranks; and with `exact`."""
+    words = ["fit", "--model=tests.own.Paired", "--data=tests.own.PairedData", "--trainer.max_epochs=3", *OFTEN]
+    words += ["--trainer.global_batch_size=12", "--trainer.reload_dataloaders_every_n_epochs=1"]
+    words += ["--trainer.num_sanity_val_steps=0"]
+    values = []
+    for ranks, exact in ((1, "false"), (2, "false"), (3, "true")):
+        done = forked(folder := folders(ranks), *words, f"--trainer.exact={exact}", ranks=ranks)
+        assert done.code == 0, done.output
+        values.append([value for _, value in curves(folder)["val_loss"]])
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
+    assert values[0] == pytest.approx(values[2], rel=1e-5)
+    assert len({*values[0]}) == 3
+
+
 def test_ranks_that_gather_micro_batches_of_different_sizes_end_with_a_message(folders):
     """Gloo aborts the process."""
     words = [argument for argument in MODULES["automatic"] if "--model=" not in argument]
