@@ -47,7 +47,7 @@ from project.masking import MASK, without_secrets
 from project.parts import changed
 from project.resume.attributes import Attributes, attributes, changed_attributes
 from project.resume.changes import refuse_short_one_cycle, restore_schedules
-from project.resume.network import Shapes, refuse_tensors_made_later, resize_buffers, shapes
+from project.resume.network import Shapes, check_made_again, loading, shapes, warn_if_not_loadable
 from project.resume.stopping import Settings, decision, stands, stop_settings
 from project.sharded.shards import split
 from project.sharded.strategy import Sharded
@@ -78,6 +78,8 @@ class Resuming(_CheckpointConnector):
     """Those that lie in no state_dict, before any step."""
     _shapes_as_built: Shapes = MappingProxyType({})
     """The network at the start of the fit."""
+    _names_saved: frozenset[str] = frozenset()
+    """Of the tensors in the last checkpoint."""
     _optimizers_as_built = ""
     _unreadable: dict[tuple[str, str], str] | None = None
     """What checkpoints have in place of hyper-parameters that can't be read again, by part and name; None before the first."""
@@ -128,7 +130,7 @@ class Resuming(_CheckpointConnector):
             self._add_position(checkpoint)
         if self._schedules_as_built is not None and not weights_only:
             self._warn_of_other_optimizers()
-            refuse_tensors_made_later(checkpoint["state_dict"], self._shapes_as_built)
+            self._check_loadable(checkpoint["state_dict"])
             checkpoint["schedules_as_built"] = self._schedules_as_built
             checkpoint["callback_metrics"] = {
                 name: torch.as_tensor(value).detach().cpu().as_subclass(Tensor)
@@ -141,6 +143,14 @@ class Resuming(_CheckpointConnector):
                 checkpoint["changed_values"] = changed_attributes(attributes(self.trainer), self.values_as_built)
             checkpoint["states_of_ranks"] = _gather_states_of_ranks(self.trainer, checkpoint)
         return checkpoint
+
+    def _check_loadable(self, saved: Mapping[str, object]) -> None:
+        """Checks whether a run could resume with a checkpoint's state_dict; tries it where its names become others."""
+        module = self.trainer.lightning_module
+        check_made_again(module, saved, self._shapes_as_built)
+        names, self._names_saved = self._names_saved, frozenset(saved)
+        if self._names_saved not in (names, self._shapes_as_built.keys()) and self.trainer.is_global_zero:
+            warn_if_not_loadable(module, saved)
 
     def _add_position(self, checkpoint: StateDict) -> None:
         """Adds the position, and what belongs to it: the loaders' states, the sums and metrics of this epoch so far."""
@@ -380,10 +390,9 @@ class Resuming(_CheckpointConnector):
     def restore_model(self) -> None:
         """Restores the module. Called in every fit, resumed or not, before the hooks of its start, which may make more."""
         module = self.trainer.lightning_module
-        self._shapes_as_built = shapes(module)
-        if self._loaded_checkpoint and module.strict_loading:
-            resize_buffers(module, self._loaded_checkpoint["state_dict"])
-        super().restore_model()
+        with loading(module):
+            super().restore_model()
+        self._shapes_as_built, self._names_saved = shapes(module), frozenset()
 
     def restore_training_state(self) -> None:
         """Restores buffers, loops, optimisers and schedules. Called in every fit, resumed or not, when these are there."""

@@ -412,8 +412,9 @@ class Sharded(ByDataRanks):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self.is_sharded:
             own = self.lightning_module.state_dict()  # type: ignore[union-attr]
-            shards = {name: shard_like(value, own.get(name)) for name, value in checkpoint["state_dict"].items()}
-            checkpoint = {**checkpoint, "state_dict": shards}
+            saved = checkpoint["state_dict"]
+            fitting = {name: shard_like(value, own[name]) for name, value in saved.items() if _fits(value, own.get(name))}
+            checkpoint = {**checkpoint, "state_dict": {**saved, **fitting}}
         super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from project.errors import UserError
 from project.model import ImageClassifier, MiniResNet, WarmupCosine, classifier
 from project.model.classifier import lr_factor, refuse_overwritten_gradients
 from project.model.delayed import DelayedSums
-from project.resume.network import resize_buffers
+from project.resume.network import loading
 from project.trainer import Trainer
 from scripts.bench.worker import Trivial
 from tests.conftest import TINY, forked
@@ -124,8 +124,11 @@ def test_an_optimiser_that_can_not_step_is_refused_before_it_has_to(fit, make, t
 def test_a_checkpoint_of_another_network_says_what_differs():
     module = ImageClassifier(MiniResNet(widths=(4,)))
     state = ImageClassifier(MiniResNet(widths=(8,))).state_dict()
-    with pytest.raises(ValueError, match=r"network\.stem\.0\.weight is \(8, 3, 3, 3\) there and \(4, 3, 3, 3\) here"):
-        resize_buffers(module, state)
+    with (
+        pytest.raises(ValueError, match=r"network\.stem\.0\.weight is \(8, 3, 3, 3\) there and \(4, 3, 3, 3\) here"),
+        loading(module),
+    ):
+        module.load_state_dict(state)
 
 
 def test_the_means_of_an_epoch_go_on_from_a_checkpoint():

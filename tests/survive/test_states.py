@@ -378,6 +378,66 @@ def test_what_is_made_at_the_start_of_a_fit_is_refused_before_the_first_step(tmp
     assert module.trainer.global_step == 0
 
 
+class LeavesOut(Regression):
+    """Leaves its frozen part out of checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        kept = checkpoint["state_dict"].items()
+        checkpoint["state_dict"] = {name: value for name, value in kept if not name.startswith("frozen.")}
+
+
+class PutsBack(LeavesOut):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {**self.state_dict(), **checkpoint["state_dict"]}
+
+
+class IsNotStrict(LeavesOut):
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state_dict, strict=False, assign=assign)
+
+
+class Renames(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(self.rename)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {f"old.{name}": value for name, value in checkpoint["state_dict"].items()}
+
+    @staticmethod
+    def rename(module: nn.Module, saved: dict[str, Any], *more: Any) -> None:
+        for name in [*saved]:
+            saved[name.removeprefix("old.")] = saved.pop(name)
+
+
+@pytest.mark.parametrize("kind", [PutsBack, IsNotStrict, Renames])
+def test_what_a_module_takes_back_at_a_resume_it_may_save_otherwise(
+    kind: type[Regression], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def weights(folder: str, *parts: int) -> Any:
+        for steps in parts:
+            torch.manual_seed(1)
+            fit(tmp_path / folder, module := kind(), points(), steps=steps, resume=steps > parts[0])
+        return module.state_dict()
+
+    assert same(weights("parts", 3, 8), weights("whole", 8))
+    assert "could not resume" not in caplog.text
+
+
+def test_what_a_module_does_not_take_back_is_named_before_the_first_step_and_at_the_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(tmp_path, LeavesOut(), points())
+    text = r"2 tensor\(s\) differ \(frozen\.weight is not there and \(2, 2\) here"
+    assert len(re.findall(rf"could not resume from these checkpoints.*{text}", caplog.text)) == 1
+    with pytest.raises(UserError, match=text):
+        fit(tmp_path, LeavesOut(), points(), steps=8, resume=True)
+
+
 def test_a_second_run_in_a_folder_leaves_the_first_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A path that a script has kept leads to the same weights, and the records are those of one run."""
     kept = [best_path(fit(tmp_path, Regression(lr), points())) for lr in (0.01, 0.02, 0.03)]
