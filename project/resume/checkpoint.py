@@ -58,7 +58,15 @@ from project.step.loop import Steps
 from project.step.measurements import resume_loggers
 from project.step.metric_states import with_parts
 from project.step.optimizers import restore_dtypes
-from project.step.position import Position, check_loop_progress, is_over, out_of_time, position, set_counters
+from project.step.position import (
+    Position,
+    check_loop_progress,
+    is_over,
+    out_of_time,
+    position,
+    position_of_lightning,
+    set_counters,
+)
 from project.typed import StateDict, callbacks_of, typed
 from project.untrusted import shortened
 
@@ -318,6 +326,17 @@ class Resuming(_CheckpointConnector):
         if metrics := saved.get("callback_metrics"):  # sorted in the file: a rank may have logged them in another order
             saved["callback_metrics"] = {name: metrics[name] for name in [*in_order, *metrics] if name in metrics}
         at = None
+        of_lightning = None
+        if self.trainer.state.fn == "fit" and "position" not in saved and (of_lightning := position_of_lightning(saved)):
+            saved |= {"position": of_lightning.state_dict(), "logged_sums": {}}
+            if self.trainer.is_global_zero:
+                log.warning(
+                    "The checkpoint is of Lightning's own Trainer, from within an epoch: the run continues after step %d of "
+                    "epoch %d, as if a step had as many samples there as here. A loader that shuffles has another order here, "
+                    "so that some samples of this epoch come twice, and others not at all; its means are of what follows. "
+                    "HINT: a checkpoint of an epoch's end has all of it.",
+                    *(of_lightning.step, of_lightning.epoch + 1),
+                )
         if self.trainer.state.fn == "fit" and "position" in saved:
             if "current_model_state" in saved and not any(map(_reads_checkpoints, typed(self.trainer).callbacks)):
                 saved["state_dict"] = saved["current_model_state"]
@@ -325,7 +344,7 @@ class Resuming(_CheckpointConnector):
                     "The checkpoint has averaged weights, of a callback that trainer.callbacks no longer has: training "
                     "continues with the weights that were trained."
                 )
-            at = self._restore_position(saved)
+            at = self._restore_position(saved, counts_steps=of_lightning is not None)
         states, ranks = saved.get("states_of_ranks"), data_ranks(self.trainer)
         if states and len(states) == ranks.count:
             saved.update(states[ranks.rank] or {})
@@ -339,7 +358,8 @@ class Resuming(_CheckpointConnector):
         self._stop_settings = stop_settings(self.trainer)
         if (early := saved.get("stopped_early")) and not self.trainer.strategy.broadcast(stands(early, self._stop_settings)):
             del saved["stopped_early"]
-        if at and self.trainer.is_global_zero and self.chosen and chosen == str(self.chosen):  # and not a search's own
+        is_own = of_lightning is None and chosen == str(self.chosen)  # and not a search's
+        if at and self.trainer.is_global_zero and self.chosen and is_own:
             self._resume_curves(at, manifest, "stopped_early" in saved)
         for callback in callbacks_of(self.trainer, EarlyStopping):
             state = saved.get("callbacks", {}).get(callback.state_key)
@@ -359,8 +379,11 @@ class Resuming(_CheckpointConnector):
             first += 1 + step_end_due
         resume_loggers(trainer.loggers, first, logged or (), starts_again=not step_end_due)
 
-    def _restore_position(self, saved: StateDict) -> Position:
-        """Sets loops and loaders to the checkpoint's position, also on another number of ranks, and returns it."""
+    def _restore_position(self, saved: StateDict, counts_steps: bool) -> Position:
+        """Sets loops and loaders to the checkpoint's position, also on another number of ranks, and returns it.
+
+        `counts_steps`: it counts steps in the place of micro-batches.
+        """
         try:
             at = Position.from_state_dict(saved["position"])
         except (AttributeError, TypeError, ValueError):
@@ -380,9 +403,13 @@ class Resuming(_CheckpointConnector):
             for part in ("metric_states", "exact_metrics", "exact_validations")
         }
         with _loop_errors_as_user_errors():
-            set_counters(saved["loops"]["fit_loop"], at, ranks.count)
+            set_counters(saved["loops"]["fit_loop"], at, 1 if counts_steps else ranks.count)
         sizes, size = saved.get("training_samples", []), saved.get("samples_of_a_micro_batch")
-        loaders_of(self.trainer).start_at(at.epoch, at.micro_batches, sizes, at.begun, size)
+        if counts_steps:
+            steps = (at.total_micro_batches - at.step) / at.epoch if at.epoch else None
+            loaders_of(self.trainer).start_at_step(at.epoch, at.step, steps)
+        else:
+            loaders_of(self.trainer).start_at(at.epoch, at.micro_batches, sizes, at.begun, size)
         if (fetcher := self.trainer.fit_loop._data_fetcher) is not None:
             iter(fetcher)  # begun already, at the beginning of the epoch: where a sharded network is restored
         return at

@@ -79,6 +79,8 @@ class Loaders(_DataConnector):
         self._restored_sizes: list[int] = []  # of the training sets that the run had before
         self._micro_batch_before: int | None = None  # of the first training loader, when the checkpoint was made
         self._size_before_and_now = (1, 1)  # it and today's, until what is done is counted in micro-batches of today's
+        self._steps_done: int | None = None  # of the epoch in which the run resumes, where micro-batches are not known
+        self._steps_before: float | None = None  # of an epoch then
         self.micro_batch: int | None = None
         """The samples in a micro-batch of the first training loader."""
         self._dealt: list[DealtLoader] = []  # for training, in this verb
@@ -206,6 +208,11 @@ class Loaders(_DataConnector):
         if isinstance(self._validation_interval, int):
             trainer.val_check_interval = self._validation_interval * count
 
+    def start_at_step(self, epoch: int, step: int, steps: float | None) -> None:
+        """Resumes training after a step of an epoch, where no more is known. `steps`: those of an epoch so far, if known."""
+        self._steps_done, self._steps_before = step, steps
+        self.start_at(epoch, step, [], within=True, size=None)
+
     def start_at(self, epoch: int, micro_batches: int, sizes: list[int], within: bool, size: int | None) -> None:
         """Resumes training from here: so many micro-batches of this size are done, over all ranks, of sets of these sizes.
         Loaders may have been made already: a schedule that needs the length of the run has them made, and a sharded network is
@@ -228,11 +235,26 @@ class Loaders(_DataConnector):
             before, self._micro_batch_before = self._micro_batch_before, None  # a later epoch may have another one
             if before not in (None, order.micro_batch):
                 done = self._done_in_current_size(order, before)
+            if self._steps_done is not None:
+                self._check_steps(order.steps, self._steps_done)
+                done = self._steps_done * order.micro_batches
+                self._start = epoch, done
         self.set_sizes.append(order.size)
         if self._restored_sizes and now == epoch:
             self._check_set_size(order.size, self._restored_sizes.pop(0))
         loader.keys.start_at(epoch, done // order.micro_batches)
         return loader
+
+    def _check_steps(self, steps: int, done: int) -> None:
+        """Raises a UserError where an epoch of Lightning's own Trainer had other steps (one more, where its last is short)."""
+        before = self._steps_before
+        if done >= steps or (before is not None and abs(before - steps) > 1):
+            of = "" if before is None else f" of {before:g}"
+            raise UserError(
+                f"The checkpoint is of Lightning's own Trainer, after step {done}{of} of an epoch, and an epoch has {steps} "
+                "steps here. HINT: trainer.global_batch_size is what a step had there: batch_size x accumulate_grad_batches x "
+                "devices; or take a checkpoint of an epoch's end."
+            )
 
     def _done_in_current_size(self, order: Order, before: int) -> int:
         """Returns how many micro-batches of today's size are done in the epoch in which the run resumes."""
@@ -254,6 +276,8 @@ class Loaders(_DataConnector):
     def recount_progress(self, batches: Stateful) -> None:
         """Makes Lightning's progress, which is restored by now, count in micro-batches of today's size."""
         (before, now), self._size_before_and_now = self._size_before_and_now, (1, 1)
+        if self._steps_done is not None:
+            before, self._steps_done = self.trainer.accumulate_grad_batches, None
         counts = batches.state_dict()
         for counters in (counts["current"], counts["total"]):
             counters.update({name: count * before // now for name, count in counters.items()})

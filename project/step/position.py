@@ -115,6 +115,23 @@ def position(trainer: Trainer) -> Position:
     return Position(epochs.processed - 1, step, trainer.global_step, micro_batches, total, logged, begun=True)
 
 
+def position_of_lightning(saved: StateDict) -> Position | None:
+    """Returns the position within an epoch at which Lightning's own Trainer wrote a checkpoint; None where it did not. Counted
+    in steps: of micro-batches, how many make a step there is not known.
+    """
+    try:
+        loop = saved["loops"]["fit_loop"]
+        batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]["current"]
+        taken, counted = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"], "completed"
+        if not taken["total"]["completed"]:  # a module that steps its optimisers by itself
+            taken, counted = batches, "processed"
+        within = batches["current"]["ready"] and not batches["is_last_batch"] and epochs["started"] > epochs["processed"]
+        step, total = taken["current"][counted], taken["total"][counted]
+        return Position(epochs["processed"], step, total, step, total, total, begun=True) if within else None
+    except KeyError:  # of another version, or no weights of a run
+        return None
+
+
 def stopped_within_epoch(trainer: Trainer) -> bool:
     """Returns, at the end of an epoch, whether training was stopped before all its micro-batches had been trained on."""
     batches = trainer.fit_loop.epoch_loop.batch_progress

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import Trainer as StockTrainer
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loggers import CSVLogger
@@ -376,6 +377,20 @@ def test_what_is_made_at_the_start_of_a_fit_is_refused_before_the_first_step(tmp
     with pytest.raises(UserError, match=r"teacher\.weight was made while the run was going on"):
         fit(tmp_path, module := Taught(), points())
     assert module.trainer.global_step == 0
+
+
+def test_a_run_of_lightnings_own_trainer_continues_within_its_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Counted in steps, as micro-batches may be others; where an epoch has others, it is refused."""
+    saves = ModelCheckpoint(tmp_path, every_n_train_steps=4)
+    settings: Any = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "default_root_dir": tmp_path}
+    stock = StockTrainer(max_epochs=3, max_steps=5, callbacks=[saves], **settings)
+    stock.fit(Regression(), DataLoader(Points(24), batch_size=8))  # 3 steps in an epoch
+    again: Any = {"steps": -1, "resume": tmp_path / "epoch=1-step=4.ckpt", "max_epochs": 3}
+    ends = fit(tmp_path / "ends", Regression(), points(), global_batch_size=8, **again)
+    assert ends.global_step == 9
+    assert "the run continues after step 1 of epoch 2" in caplog.text
+    with pytest.raises(UserError, match=r"after step 1 of 3 of an epoch, and an epoch has 6 steps here"):
+        fit(tmp_path / "other", Regression(), points(), global_batch_size=4, **again)
 
 
 class LeavesOut(Regression):
