@@ -6,8 +6,8 @@ the same on all ranks; where it is not, it depends on their number, and is refus
 """
 
 import math
-from collections.abc import Sequence
-from copy import deepcopy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from operator import mul
 from sys import intern
@@ -52,11 +52,23 @@ class ExactResults(Results):
     def begin_micro_batch(self, weight: float, begins_step: bool, ends_step: bool) -> None:
         super().begin_micro_batch(weight, begins_step, ends_step)
         if begins_step:
-            self._sums_before = deepcopy(self._sums) if self._state.may_be_skipped else {}
             self._terms.clear()
             # Lightning would log a value again in steps that have not logged it, but not after a restart.
             for metric in self.values():
                 metric._forward_cache = None
+
+    def note_step(self) -> None:
+        super().note_step()
+        self._sums_before = {key: total.copy() for key, total in self._sums.items()}
+
+    @contextmanager
+    def before_step(self) -> Iterator[None]:
+        now, self._sums = self._sums, {key: total.copy() for key, total in self._sums_before.items()}
+        try:
+            with super().before_step():
+                yield
+        finally:
+            self._sums = now
 
     def _discard_value_of_step(self, key: str, before: Value | None, skipped: bool | Tensor) -> None:
         if skipped is True and key in self._sums:

@@ -21,7 +21,7 @@ from project.errors import UserError
 from project.exact.sums import WideSum, sum_from_coarsest
 from project.step.ddp import all_gather_objects
 from project.step.logged import Logged
-from project.step.metric_states import RankStates, metrics_of, on_host, restore_metric_states, set_state
+from project.step.metric_states import RankStates, metrics_of, on_host, restore_metric_states, set_state, set_updates
 from project.typed import StateDict
 
 _MICRO_BATCHES = 2**24  # of an epoch, at most
@@ -70,15 +70,18 @@ class ExactLogged(Logged):
         self.metrics_of_module.reduce_epoch(stage)
 
     def note_metrics(self) -> None:
-        self._counts_before_validation = self.metrics_of_module.own_counts()
+        self._counts_before_validation = self.metrics_of_module.own_counts(before_step=False)
         super().note_metrics()
 
-    def metrics_of_ranks(self) -> dict[str, object]:
+    def note_step(self) -> None:
+        self.metrics_of_module.note_step()
+
+    def metrics_of_ranks(self, before_step: bool) -> dict[str, object]:
         metrics = self.metrics_of_module
-        counts = self._counts_before_validation if self.trainer.validating else metrics.own_counts()
+        counts = self._counts_before_validation if self.trainer.validating else metrics.own_counts(before_step)
         made = {part: metrics.gather_counts(counts.get(stage, {})) for part, stage in _PARTS.items()}
         # What was not counted in micro-batches is the same on all ranks. A name of elsewhere is another object: other bytes.
-        own = on_host(self.own_metrics())
+        own = on_host(self.own_metrics(before_step))
         counted = {name for of_part in made.values() for name in of_part}
         states = {sys.intern(name): [RankStates() if name in counted else own[name]] for name in own}
         return {**made, "metric_states": states}
@@ -99,6 +102,8 @@ class ExactMetrics:
         self._reduced: dict[str, tuple[Metric, Callable[..., bool | None]]] = {}
         self._updated_between: dict[str, int] = {}
         """Metrics that are updated between micro-batches, with what is the same on all ranks: how often they were."""
+        self._before_step: dict[str, tuple[dict[str, Tensor | int], int]] | None = None
+        """What training had counted when the step at hand began, of lists the length; None before its first micro-batch."""
 
     def begin(self, stage: str, where: Where) -> None:
         """Begins a micro-batch: counts from here on belong to it."""
@@ -109,6 +114,18 @@ class ExactMetrics:
             if name in self._updated_between:
                 self._updated_between[name] = metric.update_count
         self._stage, self._key = stage, where
+        if stage == "train" and self._before_step is None:  # a state that is no list is never changed in place
+            self._before_step = {
+                name: (
+                    {key: len(state) if isinstance(state, list) else state for key, state in counted["states"].items()},
+                    counted["updates"],
+                )
+                for name, counted in self._counted.get(stage, {}).items()
+            }
+
+    def note_step(self) -> None:
+        """Notes that a step begins."""
+        self._before_step = None
 
     def _collect(self) -> None:
         """Moves what the last micro-batch has counted from the metrics into the sums."""
@@ -172,7 +189,8 @@ class ExactMetrics:
                 else:
                     value = state.to(metric.device)
                 set_state(metric, key, value)
-            metric._update_count, metric._computed = counted["updates"], None
+            set_updates(metric, counted["updates"])
+            metric._computed = None
             if name not in self._reduced:
                 self._reduced[name] = metric, metric.distributed_available_fn
             metric.distributed_available_fn = _never_distributed
@@ -209,11 +227,19 @@ class ExactMetrics:
             for counted in self._counted.values():
                 counted.pop(name, None)
 
-    def own_counts(self) -> Counts:
-        """Returns copies of this rank's counts."""
+    def own_counts(self, before_step: bool) -> Counts:
+        """Returns copies of this rank's counts; `before_step`: of those when the step at hand began."""
         self._drop_reset_metrics()
         self._collect()
-        copies: Counts = apply_to_collection(self._counted, list, list.copy)
+        copies: dict[str, dict[str, Counted]] = apply_to_collection(self._counted, list, list.copy)
+        if before_step and self._before_step is not None:
+            now, copies["train"] = copies.get("train", {}), {}
+            for name, (noted, updates) in self._before_step.items():
+                states = {
+                    key: cast(list[Element], now[name]["states"][key])[:state] if isinstance(state, int) else state
+                    for key, state in noted.items()
+                }
+                copies["train"][name] = {"states": states, "updates": updates}
         return copies
 
     def load_state_dict(self, checkpoint: StateDict, rank: int) -> None:

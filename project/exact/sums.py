@@ -169,14 +169,17 @@ def to_host(numbers: Sequence[Tensor]) -> list[float]:
 class ExactScalar:
     """The sum of numbers, exactly. They may lie on a device: they are fetched many at a time."""
 
-    def __init__(self, parts: Sequence[float] = ()) -> None:
-        self._parts = [*parts]
-        self._pending: list[Tensor] = []
+    def __init__(self, parts: Sequence[float] = (), pending: Sequence[Tensor] = ()) -> None:
+        self._parts, self._pending = [*parts], [*pending]
 
     def add(self, term: Tensor) -> None:
         self._pending.append(term.detach().double().reshape(()))
         if len(self._pending) >= _AT_ONCE:
             self.parts()
+
+    def copy(self) -> "ExactScalar":
+        """Returns the sum of now: what is added to this one is not in it."""
+        return ExactScalar(self._parts, self._pending)
 
     def parts(self) -> list[float]:
         """Returns floats whose sum, exactly, is that of all terms."""

@@ -10,7 +10,7 @@ import io
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from enum import Enum
 from functools import partial
@@ -42,7 +42,7 @@ from project.checkpoints.reading import (
 from project.checkpoints.store import Store
 from project.checkpoints.writing import check, unreadable_items
 from project.cluster import shared_folder
-from project.errors import FaultError, UserError
+from project.errors import FaultError, UserError, listed
 from project.masking import MASK, without_secrets
 from project.parts import changed
 from project.resume.attributes import Attributes, attributes, changed_attributes
@@ -74,6 +74,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_SHOWN = 12  # names
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")  # of an optimiser's step
 
 
@@ -127,15 +128,18 @@ class Resuming(_CheckpointConnector):
     def begin_verb(self, chosen: str | Path | None, weights_only: bool | None) -> None:
         """Begins another fit, or another verb."""
         self.chosen, self._weights_only, self._loaded_checkpoint, self._unreadable = chosen, weights_only, {}, None
+        self._steps.start.clear()
 
     # Into a checkpoint -----------------------------------------------------------------------------------------------
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> StateDict:
         """Returns a checkpoint of this moment. All ranks must call this together; nothing is copied or written."""
-        checkpoint: StateDict = super().dump_checkpoint(weights_only)
-        self._replace_hyperparameters(checkpoint)
-        if self.trainer.state.fn == "fit" and not weights_only:
-            self._add_position(checkpoint)
+        with self._steps.start.buffers():
+            checkpoint: StateDict = super().dump_checkpoint(weights_only)
+            self._replace_hyperparameters(checkpoint)
+            if self.trainer.state.fn == "fit" and not weights_only:
+                self._add_position(checkpoint)
+                self._warn_of_moved_states(checkpoint)
         if self._schedules_as_built is not None and not weights_only:
             self._warn_of_other_optimizers()
             self._check_loadable(checkpoint["state_dict"])
@@ -162,7 +166,7 @@ class Resuming(_CheckpointConnector):
 
     def _add_position(self, checkpoint: StateDict) -> None:
         """Adds the position, and what belongs to it: the loaders' states, the sums and metrics of this epoch so far."""
-        loaders, at = loaders_of(self.trainer), position(self.trainer)
+        loaders, at, start = loaders_of(self.trainer), position(self.trainer), self._steps.start
         fit_loop = checkpoint["loops"]["fit_loop"]
         checkpoint["states_of_loaders"] = fit_loop["state_dict"].get("combined_loader", [])
         before = self._buffers_as_built
@@ -178,11 +182,26 @@ class Resuming(_CheckpointConnector):
         stopped_early = self.trainer.should_stop and typed(self.trainer).stopped_by
         if stopped_early and not at.validation_due and not out_of_time(self.trainer):
             checkpoint["stopped_early"] = decision(self.trainer, self._stop_settings)
-        if grids := typed(self.trainer).gradients.state_dict():
+        if grids := start.grids if start.applies else typed(self.trainer).gradients.state_dict():
             checkpoint["exact_grids"] = grids
             set_counters(fit_loop, at, 1)  # as on one rank: the file does not tell how many there were
-        checkpoint["logged_sums"] = self._steps._results.sums(data_ranks(self.trainer))
-        checkpoint |= typed(self.trainer).logged.metrics_of_ranks()
+        results = self._steps._results
+        with results.before_step() if start.has_values else nullcontext():
+            checkpoint["logged_sums"] = results.sums(data_ranks(self.trainer))
+        checkpoint |= typed(self.trainer).logged.metrics_of_ranks(start.applies)
+
+    def _warn_of_moved_states(self, checkpoint: StateDict) -> None:
+        """Warns where a checkpoint within a step has states of now, and the rest of it is of the step's beginning."""
+        start = self._steps.start
+        names = start.moved()
+        if start.applies and checkpoint["states_of_loaders"]:
+            names.append("the state of the training loader")
+        if names and self.trainer.is_global_zero:
+            log.warning(
+                "A checkpoint is saved within step %d, which a resumed run takes again from its beginning, but %s has moved "
+                "since: such a run is another one. HINT: save between two steps; move it in on_before_optimizer_step.",
+                *(self.trainer.global_step + 1, listed(names, _SHOWN)),
+            )
 
     def _replace_hyperparameters(self, checkpoint: StateDict) -> None:
         """Replaces what `save_hyperparameters` keeps and no checkpoint has: secrets, since it is copied and given away, and

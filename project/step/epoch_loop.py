@@ -14,6 +14,7 @@ from project.step.position import counts, out_of_time, timers
 from project.step.results import Results
 from project.step.slow_path import WeightedResults
 from project.step.state import step_state
+from project.step.step_start import StepStart
 from project.typed import Fetcher, StateDict, typed
 
 _FETCHING = "[_TrainingEpochLoop].train_dataloader_next"
@@ -63,7 +64,7 @@ class EpochLoop(_TrainingEpochLoop):
         super().__init__(trainer, min_steps=min_steps, max_steps=max_steps)
         self.moments = moments
         self.automatic_optimization.output_result_cls = WeightedResults(trainer)  # type: ignore[assignment]
-        self.state = step_state(trainer)
+        self.state, self.start = step_state(trainer), StepStart(trainer)
         self._methods_of_hooks: dict[tuple[str, bool], list[Callable[..., object]]] = {}
 
     # Where a run resumes ---------------------------------------------------------------------------------------------
@@ -230,6 +231,7 @@ class EpochLoop(_TrainingEpochLoop):
         """
         if self.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0:
             self._call_hook("on_step_begins")
+            self.start.note(self._results)
 
     def _call_hook(self, hook: str, *args: object) -> None:
         """Calls a hook of the callbacks, then of the model, where they have it."""

@@ -11,7 +11,13 @@ from project.step.data_ranks import data_ranks
 from project.step.evaluated import begin_evaluated_micro_batch
 from project.step.gathering import refuse_uneven
 from project.step.measurements import measurement_loggers
-from project.step.metric_states import RankStates, gather_metric_states, restore_metric_states, states_of_metrics
+from project.step.metric_states import (
+    NotedMetrics,
+    RankStates,
+    gather_metric_states,
+    restore_metric_states,
+    states_of_metrics,
+)
 from project.step.results import Results, Shown
 from project.step.state import micro_batch, step_state
 from project.typed import StateDict
@@ -40,6 +46,7 @@ class Logged(_LoggerConnector):
         self._delayed_numbers: dict[str, _DelayedNumber] = {}
         """Numbers of the last step that a bar shows, by name, where a GPU computes them."""
         self._metrics_before_validation: dict[str, RankStates] = {}
+        self._metrics_before_step: NotedMetrics | None = None
 
     def on_batch_end(self) -> None:
         super().on_batch_end()
@@ -93,13 +100,26 @@ class Logged(_LoggerConnector):
         """Notes the states of metrics, where a validation begins."""
         self._metrics_before_validation = states_of_metrics(self.trainer.lightning_module)
 
-    def own_metrics(self) -> dict[str, RankStates]:
-        """Returns this rank's states from which a run resumes: a validation begins anew."""
-        return self._metrics_before_validation if self.trainer.validating else states_of_metrics(self.trainer.lightning_module)
+    def find_metrics(self) -> None:
+        """Finds the module's metrics, where an epoch begins."""
+        self._metrics_before_step = NotedMetrics(self.trainer.lightning_module)
 
-    def metrics_of_ranks(self) -> dict[str, object]:
+    def note_step(self) -> None:
+        """Notes the states of metrics, where a step begins."""
+        if self._metrics_before_step is not None:
+            self._metrics_before_step.note()
+
+    def own_metrics(self, before_step: bool) -> dict[str, RankStates]:
+        """Returns this rank's states from which a run resumes: a validation begins anew, and so does a step (`before_step`)."""
+        if self.trainer.validating:
+            return self._metrics_before_validation
+        states = states_of_metrics(self.trainer.lightning_module)
+        noted = self._metrics_before_step.states if self._metrics_before_step is not None and before_step else {}
+        return {name: noted.get(name, now) for name, now in states.items()}
+
+    def metrics_of_ranks(self, before_step: bool) -> dict[str, object]:
         """Returns the states of metrics for a checkpoint, by its key. Called by all ranks."""
-        return {"metric_states": gather_metric_states(self.own_metrics(), data_ranks(self.trainer))}
+        return {"metric_states": gather_metric_states(self.own_metrics(before_step), data_ranks(self.trainer))}
 
     def restore_metrics(self, checkpoint: StateDict) -> None:
         """Restores the states of metrics where a run resumes, after the hooks at its start, which may reset them."""

@@ -49,6 +49,8 @@ class Steps(EpochLoop):
         if self._results.restore_sums(self.trainer.lightning_module, strategy.root_device, strategy.reduce):
             typed(self.trainer).logged.resume_within_epoch()
         self.restore_metrics()
+        self.start.begin_epoch()
+        typed(self.trainer).logged.find_metrics()
         # By its name, as Lightning does: a module that takes the batches by itself.
         self._module_fetches_batches = bool(
             is_param_in_hook_signature(self.trainer.lightning_module.training_step, "dataloader_iter", explicit=True)

@@ -48,6 +48,37 @@ def states_of_metrics(module: LightningModule) -> dict[str, RankStates]:
     return made
 
 
+class NotedMetrics:
+    """The states of a module's metrics when a step began: updates change them in place."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self._collections = [part for part in module.modules() if isinstance(part, MetricCollection)]
+        self._metrics = [(name, part) for name, part in module.named_modules() if isinstance(part, Metric)]
+        self._lists: dict[tuple[str, str], list[Tensor]] = {}
+        self.states: dict[str, RankStates] = {}
+
+    def note(self) -> None:
+        """Notes that a step begins."""
+        for collection in self._collections:
+            collection.values(copy_state=False)  # those that count the same have their states with one of them
+        self.states = {name: self._states_of(name, metric) if metric.update_called else {} for name, metric in self._metrics}
+
+    def _states_of(self, name: str, metric: Metric) -> RankStates:
+        states: dict[str, State] = {}
+        for key, value in metric.metric_state.items():
+            states[key] = self._elements((name, key), value) if isinstance(value, list) else value.detach().clone()
+        return {"state": states, "updates": metric.update_count}
+
+    def _elements(self, key: tuple[str, str], now: list[Tensor]) -> list[Tensor]:
+        """Returns a copy of a list that has mostly grown since the step before: what was copied then is not copied again."""
+        kept = self._lists.get(key, [])
+        if len(kept) > len(now) or (kept and kept[-1] is not now[len(kept) - 1]):
+            kept = []
+        kept.extend(now[len(kept) :])
+        self._lists[key] = kept
+        return kept
+
+
 def on_host(states: T) -> T:
     """Returns states in main memory, of plain tensors: a library's kind of tensor is in no file that is read as data."""
     made: T = apply_to_collection(states, Tensor, lambda tensor: tensor.detach().cpu().as_subclass(Tensor))
@@ -77,7 +108,12 @@ def restore_metric_states(saved: States, module: LightningModule, rank: int, ran
         here = of_ranks[rank] if len(of_ranks) == ranks else _on_other_ranks(name, metric, of_ranks, rank)
         for key, value in here.get("state", {}).items():
             set_state(metric, key, move_data_to_device(value, metric.device))
-        metric._update_count = here.get("updates", metric._update_count)
+        set_updates(metric, here.get("updates", metric.update_count))
+
+
+def set_updates(metric: Metric, updates: int) -> None:
+    """Sets how often a metric was updated."""
+    metric._update_count = updates
 
 
 def set_state(metric: Metric, name: str, value: object) -> None:

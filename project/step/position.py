@@ -76,34 +76,39 @@ class Position:
         return cls(**saved)
 
 
-def position(trainer: Trainer) -> Position:
-    """Returns the position between two steps: at the start of a step's first micro-batch, in a validation, or at the end.
+def all_trained(trainer: Trainer) -> bool:
+    """Returns whether all micro-batches of the epoch have been trained on: they are 'processed' when their step is taken."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    batches = counts(progress.current)
+    # A loader that does not know its length says at its last batch that it is that; from the start of this batch on.
+    last = progress.is_last_batch and batches.processed == batches.ready
+    return bool(last or batches.processed >= trainer.num_training_batches)
 
-    And just before the optimiser takes a step, which then is not done.
-    """
+
+def beyond_last_step(trainer: Trainer) -> int:
+    """Returns how many micro-batches of this rank belong to a step that is not taken yet, whichever hook this is."""
+    batches = counts(trainer.fit_loop.epoch_loop.batch_progress.current)
+    return 0 if all_trained(trainer) else batches.processed % trainer.accumulate_grad_batches
+
+
+def position(trainer: Trainer) -> Position:
+    """Returns the position between two steps: before the step at hand until it is taken, in a validation, or at the end."""
     loop = trainer.fit_loop
     progress = loop.epoch_loop.batch_progress
-    batches = counts(progress.current)
-    taken = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.current
-    # At the start of a micro-batch it is 'ready' but not yet 'started'; elsewhere the two are equal.
-    many, undone = trainer.accumulate_grad_batches, int(taken.ready > taken.completed)
-    step = batches.started // many - undone
+    batches, beyond, over = counts(progress.current), beyond_last_step(trainer), all_trained(trainer)
     ranks = data_ranks(trainer).count
-    micro_batches = (batches.started - undone * many) * ranks
-    ever = counts(progress.total)
-    total = (ever.started - undone * many) * ranks
+    done = batches.processed - beyond
+    step, micro_batches = done // trainer.accumulate_grad_batches, done * ranks
+    total = (counts(progress.total).processed - beyond) * ranks
     logged = loop.epoch_loop._batches_that_stepped
-    at_its_end = batches.processed > batches.completed and not undone  # in on_train_batch_end
+    at_its_end = batches.processed > batches.completed and not beyond  # in on_train_batch_end
     # The step is done, but for what follows that hook: its validation, and that it is counted.
     fetcher: Fetcher = loop._data_fetcher
     due = bool(trainer.validating) or (at_its_end and loop.epoch_loop._should_check_val_fx(fetcher))
     plateaus = any(config.reduce_on_plateau and config.interval == "step" for config in trainer.lr_scheduler_configs)
-    schedules_due = at_its_end and not due and batches.started % many == 0 and plateaus
-    if at_its_end and not due and not schedules_due and batches.started % many == 0:
+    schedules_due = at_its_end and not due and plateaus
+    if at_its_end and not due and not schedules_due:
         logged += 1
-    # A loader that does not know its length says at its last batch that it is that; from the start of this batch on.
-    last = progress.is_last_batch and batches.started == batches.ready
-    over = not undone and (last or batches.started >= trainer.num_training_batches)
     epochs = counts(loop.epoch_progress.current)
     if epochs.processed < epochs.ready or step == 0:
         begun = epochs.started > epochs.processed

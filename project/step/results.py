@@ -1,7 +1,8 @@
 """Adds up what `self.log` logs: means over a step and over an epoch count each sample once, also those of a resumed run."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import wraps
 from typing import TypeAlias, TypedDict, cast
@@ -17,6 +18,7 @@ from torchmetrics import Metric
 
 from project.errors import UserError
 from project.step.data_ranks import ByDataRanks, DataRanks
+from project.step.metric_states import set_state
 from project.step.state import step_state
 from project.typed import StateDict
 
@@ -163,8 +165,31 @@ class Results(_ResultCollection):
         self.weight, self.ends_step = weight, ends_step
         if begins_step:
             self._values_of_step.clear()
-            if self._state.may_be_skipped:
-                self._before_step = {key: self[key].metric_state for key in self._keys_of_epoch()}
+
+    def note_step(self) -> None:
+        """Notes the values of the epoch, where a step begins: Lightning never changes a tensor of theirs in place."""
+        self._before_step = {
+            key: metric.metric_state
+            for key, metric in self.items()
+            if not metric.has_reset and (metric.meta.on_epoch or not metric.is_tensor)
+        }
+
+    @contextmanager
+    def before_step(self) -> Iterator[None]:
+        """Has, within this context, the values of the epoch that there were when the step at hand began."""
+        now = {key: (metric.metric_state, metric.has_reset) for key, metric in self.items()}
+        noted = {key: (values, False) for key, values in self._before_step.items()}
+        self._set_values({key: noted.get(key, (values, True)) for key, (values, _) in now.items()})
+        try:
+            yield
+        finally:
+            self._set_values(now)
+
+    def _set_values(self, values_by_key: Mapping[str, tuple[Value, bool]]) -> None:
+        for key, (values, has_reset) in values_by_key.items():
+            for name, value in values.items():
+                set_state(self[key], name, value)
+            self[key].has_reset = has_reset
 
     def keep_values_of_step(self) -> None:
         """Keeps the values of the step that has ended: what callbacks see until the next one has."""
