@@ -12,6 +12,7 @@ from typing import TypeAlias
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from project.step.batch_norm_layers import batch_norms
 from project.step.position import all_trained, beyond_last_step, counts
@@ -51,11 +52,11 @@ class StepStart:
         module = self._trainer.lightning_module
         # Batch norm's move after the optimiser's step.
         norms = {f"{name}.{buffer}" for name, norm in batch_norms(module) for buffer, _ in norm.named_buffers(recurse=False)}
-        names = [name for name, buffer in module.named_buffers() if name not in norms and not isinstance(buffer, DTensor)]
+        names = [name for name, buffer in module.named_buffers() if name not in norms and _is_plain(buffer)]
         if names != self._names:
             self._moving, self._buffers = None, []
         self._at, self._names, self._holders = -1, names, tensor_holders(module, names)
-        self._weights = [weight for weight in module.parameters() if not (isinstance(weight, DTensor) or weight.is_inference())]
+        self._weights = [weight for weight in module.parameters() if _is_plain(weight)]
 
     def note(self, results: Results) -> None:
         """Notes that a step begins."""
@@ -116,6 +117,11 @@ class StepStart:
         others = {number for number, pair in enumerate(buffers) if number not in self._copies and _has_moved(*pair)}
         weights = self._trainer.lightning_module.named_parameters()
         return [name for name, weight in weights if id(weight) in moved] + [self._names[number] for number in sorted(others)]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Returns whether a tensor counts its changes: not a shard, one without a shape yet, or one of torch.inference_mode."""
+    return not (isinstance(tensor, DTensor) or is_lazy(tensor) or tensor.is_inference())
 
 
 def _version(tensor: Tensor | None) -> int:
