@@ -422,7 +422,7 @@ class Loaders(_DataConnector):
         if mode == RunningStage.PREDICTING and dealt.batch_sampler is not None:
             inner = cast(BatchSampler, dealt.batch_sampler)  # or ours, which has its methods
             wrapped = _IndexBatchSamplerWrapper(inner)  # where Lightning looks for what was predicted
-            object.__setattr__(dealt, "batch_sampler", wrapped)
+            _set_samplers(dealt, batch_sampler=wrapped)
         return dealt
 
     def _warn_of_small_limit(self, stage: str, samples: int, size: int, ranks: int) -> None:
@@ -570,8 +570,14 @@ def _with_own_sampler(loader: object) -> object:
         sampler = _Samples(sampler)
     if type(batches) is BatchSampler:
         batches = _Batches(sampler, batches.batch_size, batches.drop_last)
-    vars(kept).update(sampler=sampler, batch_sampler=batches)  # a DataLoader refuses a plain assignment
+    _set_samplers(kept, sampler=sampler, batch_sampler=batches)
     return kept
+
+
+def _set_samplers(loader: DataLoader[object], **samplers: object) -> None:
+    """Sets a loader's samplers, which refuses a plain assignment."""
+    for name, sampler in samplers.items():
+        object.__setattr__(loader, name, sampler)
 
 
 def _shuffles(loader: DataLoader[object]) -> bool:
