@@ -116,15 +116,16 @@ class Store:
             for path in reversed(here):
                 for file in _files_of(path):
                     self._put(file)
-            for name in {*filter(is_checkpoint, self._names("checkpoints"))} - {path.name for path in here}:
-                self._remove(f"checkpoints/{name}")
-                self._remove(f"checkpoints/{manifest_of(Path(name))}")
+            kept = {file.name for path in here for file in (path, manifest_of(path))}
+            for name in {*self._names("checkpoints")} - kept:  # also a manifest whose checkpoint was removed meanwhile
+                if name.startswith("step-"):
+                    self._remove(f"checkpoints/{name}")
             for name in {*self._names("")} - {path.name for path in others} - {_OWNER, "checkpoints"}:
                 if self._files.isfile(self._at(name)):  # events, say, that a resumed run has written anew
                     self._remove(name)
         except Exception as error:  # each kind of store has errors of its own
             self.failed = shortened(masked_text(str(error)) or type(error).__name__)
-            if self.failed != before:
+            if before is None:  # once, until it has worked again
                 log.warning(
                     "The run's folder can't be copied to %s: %s. Training continues; it is tried again after the next "
                     "checkpoint.",
@@ -140,6 +141,9 @@ class Store:
                 return
             if _is_config(file.name):  # which has the secrets, for its owner alone
                 self._files.pipe_file(self._at(name), dump_yaml(masked(read_yaml(file))).encode())
+            elif isinstance(self._files, LocalFileSystem):  # others show a file when they have all of it
+                self._files.put_file(str(file), self._at(f"{name}.tmp"))
+                self._files.mv(self._at(f"{name}.tmp"), self._at(name))
             else:
                 self._files.put_file(str(file), self._at(name))
             self._sent[name] = version

@@ -171,6 +171,8 @@ class Away(Callback):
         assert saved is not None
         assert saved.store is not None
         if trainer.global_step == 5:
+            saved.wait()
+            saved.store.send()  # nothing is being copied meanwhile
             self.store.rename(self.store.with_name("away"))
             self.store.write_text("not a folder")
         if trainer.global_step == 8:
@@ -246,7 +248,12 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Any:
         missing("s3fs and moto")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    settings = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+    settings = {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "no_proxy": "*",
+    }
     for name, value in {**settings, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}.items():
         monkeypatch.setenv(name, value)
     command = [sys.executable, "-m", f"{moto.__name__}.server", "-H", "127.0.0.1", "-p", str(port)]
