@@ -16,6 +16,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from project.checkpoints.reading import checkpoints_in, delete, is_checkpoint, manifest_of
+from project.checkpoints.writing import write_file
 from project.cluster.place import host
 from project.errors import FaultError, UserError
 from project.masking import masked, masked_text
@@ -94,7 +95,7 @@ class Store:
         self._sender = self._pending = None
 
     def check_owner(self) -> None:
-        """Raises a FaultError where the run was started again elsewhere, and goes on there."""
+        """Raises a FaultError where the run was started again elsewhere, and continues there."""
         if self.owner:
             raise FaultError(f"The run was started again, by {self.owner}, and continues there. This start of it ends.")
 
@@ -124,7 +125,7 @@ class Store:
                 if self._files.isfile(self._at(name)):  # events, say, that a resumed run has written anew
                     self._remove(name)
         except Exception as error:  # each kind of store has errors of its own
-            self.failed = shortened(masked_text(str(error)) or type(error).__name__)
+            self.failed = _reason(error)
             if before is None:  # once, until it has worked again
                 log.warning(
                     "The run's folder can't be copied to %s: %s. Training continues; it is tried again after the next "
@@ -185,11 +186,7 @@ class Store:
 
     def _get(self, name: str) -> None:
         """Brings a file, whole or not at all, and through no link."""
-        path = self.folder / name
-        part = path.with_name(f".{path.name}.tmp")
-        part.unlink(missing_ok=True)
-        self._files.get_file(self._at(name), str(part))
-        part.replace(path)
+        write_file(self.folder / name, lambda file: self._files.get_file(self._at(name), str(file.name)))
 
     # Both ------------------------------------------------------------------------------------------------------------
 
@@ -220,9 +217,8 @@ class Store:
         except UserError:
             raise
         except Exception as error:
-            reason = shortened(masked_text(str(error)) or type(error).__name__)
             raise FaultError(
-                f"The store {self._url} can't be {what}: {reason}. HINT: see the address (checkpoints.copy_to) and the "
+                f"The store {self._url} can't be {what}: {_reason(error)}. HINT: see the address (checkpoints.copy_to) and the "
                 "credentials; the same command works when it answers."
             ) from error
 
@@ -232,6 +228,10 @@ def _files_of(path: Path) -> list[Path]:
     manifest that also describes the file before it, first.
     """
     return [*sorted(path.glob("*")), manifest_of(path)] if path.is_dir() else [manifest_of(path), path]
+
+
+def _reason(error: Exception) -> str:
+    return shortened(masked_text(str(error)) or type(error).__name__)
 
 
 def _is_config(name: str) -> bool:

@@ -63,7 +63,7 @@ class ExactResults(Results):
 
     @contextmanager
     def before_step(self) -> Iterator[None]:
-        now, self._sums = self._sums, {key: total.copy() for key, total in self._sums_before.items()}
+        now, self._sums = self._sums, self._sums_before
         try:
             with super().before_step():
                 yield

@@ -1,7 +1,7 @@
 """Replaces an abort by a message: `self.all_gather` where the ranks' micro-batches are not of one size."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from lightning.pytorch import Trainer
 from torch import Tensor
@@ -34,11 +34,10 @@ def gather_evenly(trainer: Trainer, gather: Callable[..., T], tensor: Tensor, *a
     return gather(tensor, *args, **kwargs)
 
 
-def refuse_uneven(what: str) -> None:
+def refuse_uneven(what: str) -> NoReturn:
     """Raises a UserError that names what the ranks do together for each batch, where some have a batch more than others."""
-    if what:
-        raise UserError(
-            f"{what} in an evaluation that reads several loaders at the same time: the ranks meet for each batch, and some "
-            "have one more than others, as the micro-batches do not divide among them. HINT: meet once, at the end of the "
-            "epoch; or a number of ranks that divides the micro-batches."
-        )
+    raise UserError(
+        f"{what} in an evaluation that reads several loaders at the same time: the ranks meet for each batch, and some have "
+        "one more than others, as the micro-batches do not divide among them. HINT: meet once, at the end of the epoch; or a "
+        "number of ranks that divides the micro-batches."
+    )

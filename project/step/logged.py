@@ -52,7 +52,8 @@ class Logged(_LoggerConnector):
         super().on_batch_end()
         if step_state(self.trainer).uneven and (results := self.trainer._results) is not None:
             shared = [metric.meta.name for metric in results.values() if metric.meta.on_step and metric.meta.sync.should]
-            refuse_uneven(f"self.log({shared[0]!r}, on_step=True, sync_dist=True)" if shared else "")
+            if shared:
+                refuse_uneven(f"self.log({shared[0]!r}, on_step=True, sync_dist=True)")
         if self._progress_bar_metrics and not self.trainer.fit_loop.epoch_loop.accumulates():
             bar = cast(Shown, self._progress_bar_metrics)
             self._delayed_numbers = {name: _DelayedNumber(value) for name, value in bar.items() if isinstance(value, Tensor)}
